@@ -1,0 +1,204 @@
+"""The spec of a `CrossCloudTrainingJob`, as the operator, the trainer's `local` and the run document read it.
+
+The same limits stand in `crds/` for the API server; tests/contract holds the two together. Every field works: one that
+only later versions act on is not here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from crosscloud_trainer.contract.reading import rule
+
+API_VERSION = "crosscloud.dev/v1alpha1"
+KIND = "CrossCloudTrainingJob"
+
+NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+MAX_REPLICAS = 64
+
+Fault = tuple[str, Any, str]  # path below the object, value found, what is allowed
+
+
+class Algorithm(enum.Enum):
+    DILOCO = "DiLoCo"
+
+
+class CodecName(enum.Enum):
+    NONE = "None"
+    INT8 = "Int8"
+
+
+class Precision(enum.Enum):
+    FP32 = "FP32"
+    BF16 = "BF16"
+
+
+class Schedule(enum.Enum):
+    CONSTANT = "Constant"
+    COSINE = "Cosine"
+
+
+class Tokenizer(enum.Enum):
+    BYTES = "Bytes"
+
+
+class ModelPreset(enum.Enum):
+    TINY_LLAMA = "tiny-llama"
+    SMALL_LLAMA = "small-llama"
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What one full copy of the model looks like. `gpus_per_stage` is the number of its ranks."""
+
+    gpus_per_stage: int = rule(1, minimum=1, maximum=1024)
+    zero_stage: int = rule(1, minimum=1, maximum=2)
+
+
+@dataclass(frozen=True)
+class ReplicaOverride:
+    """What differs in the replica of this index: its size, or the members that may run it."""
+
+    name: str = rule(pattern=NAME_PATTERN, max_length=63)
+    index: int = rule(minimum=0, maximum=MAX_REPLICAS - 1)
+    members: tuple[str, ...] = rule((), pattern=NAME_PATTERN, max_length=63, max_items=16, unique="")
+    gpus_per_stage: int | None = rule(None, minimum=1, maximum=1024)
+    zero_stage: int | None = rule(None, minimum=1, maximum=2)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which nodes qualify. `gpu` is the node label `nvidia.com/gpu.product`; None takes any."""
+
+    gpu: str | None = rule(None, pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", max_length=63)
+
+
+@dataclass(frozen=True)
+class OuterOptimizer:
+    """Nesterov momentum over the replicas' mean update (DiLoCo, arXiv:2311.08105, section 2)."""
+
+    learning_rate: float = rule(0.7, exclusive_minimum=0, maximum=10)
+    momentum: float = rule(0.9, minimum=0, maximum=0.9999)
+
+
+@dataclass(frozen=True)
+class Sync:
+    """How replicas exchange updates over the WAN. `inner_steps` is the length of a window."""
+
+    algorithm: Algorithm = rule(Algorithm.DILOCO)
+    inner_steps: int = rule(20, minimum=1, maximum=100_000)
+    codec: CodecName = rule(CodecName.INT8)
+    error_feedback: bool = rule(True)
+    outer_optimizer: OuterOptimizer = rule(factory=OuterOptimizer)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A preset of ours, or a `transformers` configuration with its `model_type`; exactly one of the two."""
+
+    preset: ModelPreset | None = rule(None)
+    config: dict[str, Any] | None = rule(None)
+
+    def check(self) -> Iterator[Fault]:
+        if (self.preset is None) == (self.config is None):
+            found = "both" if self.preset else "neither"
+            yield "", found, "set exactly one of preset and config"
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            found = self.config.get("model_type")
+            yield "config.model_type", found, "must name a transformers model type, like llama"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Text files by glob; `stdlib:` in front stands for the library folder of the Python that runs the trainer.
+
+    Without `validation` every fiftieth file of `train` is held out for validation.
+    """
+
+    train: tuple[str, ...] = rule(min_items=1, max_items=64, max_length=1024, pattern=r"\S")
+    validation: tuple[str, ...] = rule((), max_items=64, max_length=1024, pattern=r"\S")
+    tokenizer: Tokenizer = rule(Tokenizer.BYTES)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained and for how long.
+
+    `tokens` counts those of the whole job. `batch_size` is sequences per replica and inner step, shared by its ranks.
+    `sequence_length` is in tokens. `gradient_clipping` is the largest norm; 0 is no clipping.
+    """
+
+    model: Model = rule()
+    data: Data = rule()
+    tokens: int = rule(quantity=True, minimum=1, maximum=10**15)
+    batch_size: int = rule(8, minimum=1, maximum=65_536)
+    sequence_length: int = rule(256, minimum=8, maximum=1_048_576)
+    learning_rate: float = rule(3e-4, exclusive_minimum=0, maximum=10)
+    schedule: Schedule = rule(Schedule.COSINE)
+    warmup_steps: int = rule(0, minimum=0, maximum=1_000_000)
+    weight_decay: float = rule(0.1, minimum=0, maximum=10)
+    gradient_clipping: float = rule(1.0, minimum=0, maximum=1e6)
+    precision: Precision = rule(Precision.BF16)
+    seed: int = rule(0, minimum=0, maximum=2**31 - 1)
+    evaluate_every: int = rule(100, minimum=1, maximum=1_000_000)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where checkpoints and the result go: any fsspec address. `secret_name` holds its environment variables."""
+
+    uri: str = rule(max_length=1024, pattern=r"^([a-z][a-z0-9+.-]*://|/).+")
+    secret_name: str | None = rule(None, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """`attempts` counts those that ran; an attempt that never started is not counted."""
+
+    attempts: int = rule(3, minimum=1, maximum=100)
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """`spec` of a CrossCloudTrainingJob. `pod_template` is a PodTemplateSpec, judged by the members' API servers."""
+
+    training: Training = rule()
+    storage: Storage = rule()
+    replicas: int = rule(1, minimum=1, maximum=MAX_REPLICAS)
+    replica: Replica = rule(factory=Replica)
+    replica_overrides: tuple[ReplicaOverride, ...] = rule((), max_items=MAX_REPLICAS, unique="name")
+    placement: Placement = rule(factory=Placement)
+    sync: Sync = rule(factory=Sync)
+    failure_policy: FailurePolicy = rule(factory=FailurePolicy)
+    pod_template: dict[str, Any] | None = rule(None)
+
+    def override(self, replica: int) -> ReplicaOverride | None:
+        """The override of this replica, if there is one."""
+        return next((item for item in self.replica_overrides if item.index == replica), None)
+
+    def gpus_of(self, replica: int) -> int:
+        """Ranks of this replica."""
+        found = self.override(replica)
+        return (found.gpus_per_stage if found else None) or self.replica.gpus_per_stage
+
+    def zero_stage_of(self, replica: int) -> int:
+        """ZeRO stage of this replica."""
+        found = self.override(replica)
+        return (found.zero_stage if found else None) or self.replica.zero_stage
+
+    def check(self) -> Iterator[Fault]:
+        seen: set[int] = set()
+        for number, item in enumerate(self.replica_overrides):
+            if item.index in seen:
+                yield f"replicaOverrides[{number}].index", item.index, "two overrides may not name one replica"
+            seen.add(item.index)
+            if item.index >= self.replicas:
+                allowed = f"must be below spec.replicas ({self.replicas})"
+                yield f"replicaOverrides[{number}].index", item.index, allowed
+        for ranks in sorted({self.gpus_of(replica) for replica in range(self.replicas)}):
+            if self.training.batch_size % ranks:
+                allowed = f"must be a multiple of the ranks of every replica; one has {ranks}"
+                yield "training.batchSize", self.training.batch_size, allowed

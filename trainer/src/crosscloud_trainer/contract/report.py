@@ -1,0 +1,82 @@
+"""What a replica tells the operator: one record, written by its rank 0 into its report (a ConfigMap, or a file).
+
+A record carries attempt, home and incarnation; the operator ignores older numbers. Progress and completion speak only of
+rounds that the whole view has prepared.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from crosscloud_trainer.contract.reading import rule
+
+REPORT_VERSION = "report.crosscloud.dev/v1"
+REPORT_KEY = "report.json"  # the key in the ConfigMap
+
+
+class Activity(enum.Enum):
+    """What the replica does now."""
+
+    STARTING = "Starting"
+    TRAINING = "Training"
+    WAITING = "Waiting"  # its window has ended; the round waits for the replicas in `waiting_for`
+    FINISHING = "Finishing"  # last checkpoint and result
+    ENDED = "Ended"
+
+
+class Outcome(enum.Enum):
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counters of the replica. Bytes are those sent and received over the link; `digest` is that of the outer state."""
+
+    step: int = rule(minimum=0)
+    total_steps: int = rule(minimum=0)
+    round: int = rule(minimum=0)
+    tokens: int = rule(minimum=0)
+    tokens_per_second: float = rule(0.0, minimum=0)
+    loss: float | None = rule(None)
+    first_loss: float | None = rule(None)
+    validation_loss: float | None = rule(None)
+    wan_bytes_sent: int = rule(0, minimum=0)
+    wan_bytes_received: int = rule(0, minimum=0)
+    dense_bytes: int = rule(0, minimum=0)  # what fp32 all-reduce at every step would have sent and received so far
+    skipped_steps: int = rule(0, minimum=0)
+    digest: str | None = rule(None)
+    waiting_for: tuple[int, ...] = rule(())
+    waiting_since: str | None = rule(None)  # RFC 3339
+
+
+@dataclass(frozen=True)
+class Completion:
+    outcome: Outcome = rule()
+    exit_code: int = rule(minimum=0, maximum=255)
+    message: str = rule(max_length=4096)
+    result_uri: str | None = rule(None)
+    checkpoint_uri: str | None = rule(None)
+    checkpoint_digest: str | None = rule(None)
+
+
+@dataclass(frozen=True)
+class Report:
+    api_version: str = rule()
+    attempt: int = rule(minimum=1)
+    home: int = rule(minimum=1)
+    term: int = rule(minimum=0)
+    view: int = rule(minimum=0)
+    replica: int = rule(minimum=0)
+    incarnation: int = rule(minimum=1)
+    sequence: int = rule(minimum=1)
+    time: str = rule()  # RFC 3339
+    activity: Activity = rule()
+    progress: Progress = rule()
+    completion: Completion | None = rule(None)
+
+    @property
+    def rank(self) -> tuple[int, int, int, int]:
+        """What orders the words of one replica: a record with a lower one is ignored."""
+        return (self.attempt, self.home, self.incarnation, self.sequence)

@@ -1,0 +1,147 @@
+"""The run document (what an attempt runs) and the peer table (who is reachable where).
+
+The operator writes one run document per attempt and never changes it; the peer table may change during a run. Private
+keys are in neither. A document of a newer version ends the trainer with `ExitCode.CONTRACT_TOO_NEW`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from crosscloud_trainer.contract.manifest import Fault, Sync, Training
+from crosscloud_trainer.contract.reading import InvalidDocument, Problem, dump_json, read_json, rule
+
+RUN_VERSION = "run.crosscloud.dev/v1"
+LINK_PORT = 7400  # the rank with local number k of a pod listens on LINK_PORT + k
+MASTER_PORT = 29400  # torch's rendezvous on node 0 of a stage
+METRICS_PORT = 9400
+
+
+class ContractTooNew(Exception):
+    """A document of a version that this trainer doesn't know."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(f"apiVersion: found {found!r}; this trainer reads {RUN_VERSION}; use a newer trainer image")
+
+
+@dataclass(frozen=True)
+class JobRef:
+    namespace: str = rule()
+    name: str = rule()
+    uid: str = rule()
+
+
+@dataclass(frozen=True)
+class Home:
+    """The member whose API server keeps the view; its number grows when it moves."""
+
+    number: int = rule(minimum=1)
+    member: str = rule()
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a replica: `nodes` pods of `gpus_per_node` ranks each, in one member."""
+
+    index: int = rule(minimum=0)
+    member: str = rule()
+    nodes: int = rule(minimum=1)
+    gpus_per_node: int = rule(minimum=1)
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    index: int = rule(minimum=0)
+    incarnation: int = rule(minimum=1)
+    zero_stage: int = rule(minimum=1, maximum=2)
+    stages: tuple[StagePlan, ...] = rule(min_items=1, max_items=1)
+
+
+@dataclass(frozen=True)
+class RunDocument:
+    """All that the pods of one attempt must agree on."""
+
+    api_version: str = rule()
+    job: JobRef = rule()
+    attempt: int = rule(minimum=1)
+    home: Home = rule()
+    replicas: tuple[ReplicaPlan, ...] = rule(min_items=1, unique="index")
+    sync: Sync = rule()
+    training: Training = rule()
+    storage_uri: str = rule()
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON text: handshakes compare it."""
+        return hashlib.sha256(dump_json(self).encode()).hexdigest()
+
+    def replica(self, index: int) -> ReplicaPlan:
+        return next(item for item in self.replicas if item.index == index)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One pod. `direct` is its address inside its own member, `gateway` the address and port for the others.
+
+    `server_name` is what its certificate says; the rank with local number k answers to the TLS name
+    `k{k}.{server_name}`, by which the gateway finds it.
+    """
+
+    replica: int = rule(minimum=0)
+    stage: int = rule(minimum=0)
+    node: int = rule(minimum=0)
+    incarnation: int = rule(minimum=1)
+    member: str = rule()
+    server_name: str = rule()
+    direct: str = rule()
+    link_port: int = rule(LINK_PORT, minimum=1, maximum=65535)
+    gateway: str | None = rule(None, pattern=r"^.+:[0-9]+$")
+
+
+@dataclass(frozen=True)
+class PeerTable:
+    api_version: str = rule()
+    attempt: int = rule(minimum=1)
+    peers: tuple[Peer, ...] = rule(min_items=1)
+
+    def check(self) -> Iterator[Fault]:
+        seen: set[tuple[int, int, int]] = set()
+        for number, peer in enumerate(self.peers):
+            key = (peer.replica, peer.stage, peer.node)
+            if key in seen:
+                yield f"peers[{number}]", list(key), "replica, stage and node must be unique"
+            seen.add(key)
+
+    def peer(self, replica: int, stage: int, node: int) -> Peer:
+        return next(p for p in self.peers if (p.replica, p.stage, p.node) == (replica, stage, node))
+
+
+def read_run_document(text: str | bytes) -> RunDocument:
+    """Raises ContractTooNew for another apiVersion, InvalidDocument for anything else that is wrong."""
+    _check_version(text)
+    return read_json(RunDocument, text)
+
+
+def read_peer_table(text: str | bytes) -> PeerTable:
+    """Raises ContractTooNew for another apiVersion, InvalidDocument for anything else that is wrong."""
+    _check_version(text)
+    return read_json(PeerTable, text)
+
+
+def _check_version(text: str | bytes) -> None:
+    try:
+        data: Any = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as fault:
+        raise InvalidDocument([Problem("", str(text)[:60], f"must be JSON text ({fault})")]) from fault
+    version = data.get("apiVersion") if isinstance(data, dict) else None
+    if isinstance(version, str) and version.startswith("run.crosscloud.dev/") and version != RUN_VERSION:
+        raise ContractTooNew(version)
+    if version != RUN_VERSION:
+        raise InvalidDocument([Problem("apiVersion", version, f"must be {RUN_VERSION}")])
