@@ -148,7 +148,7 @@ class World(Protocol):
         """The MemberCluster objects, as last seen."""
 
     def cache(self, member: str, kind: Kind) -> Cache | None:
-        """The informer of POD (all namespaces, projected), NODE, NAMESPACE or CONFIG_MAP (our label only) in a member."""
+        """The informer of POD (all namespaces, projected), NODE, NAMESPACE or CONFIG_MAP (our label only)."""
 
     def jobs(self) -> Sequence[Obj]:
         """The jobs on the hub, as last seen."""

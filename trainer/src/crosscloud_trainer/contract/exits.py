@@ -20,7 +20,9 @@ class ExitCode(enum.IntEnum):
     TERMINATED = 143  # SIGTERM
 
 
-_NOT_RETRYABLE = frozenset({ExitCode.INVALID_INPUT, ExitCode.CONTRACT_TOO_NEW, ExitCode.STORAGE_REFUSED, ExitCode.NON_FINITE})
+_NOT_RETRYABLE = frozenset(
+    {ExitCode.INVALID_INPUT, ExitCode.CONTRACT_TOO_NEW, ExitCode.STORAGE_REFUSED, ExitCode.NON_FINITE}
+)
 _NOT_COUNTED = frozenset({ExitCode.PEERS_MISSING})
 
 

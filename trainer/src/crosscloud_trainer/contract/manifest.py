@@ -193,7 +193,11 @@ class JobSpec:
         seen: set[int] = set()
         for number, item in enumerate(self.replica_overrides):
             if item.index in seen:
-                yield f"replicaOverrides[{number}].index", item.index, "two overrides may not name one replica"
+                yield (
+                    f"replicaOverrides[{number}].index",
+                    item.index,
+                    "two overrides may not name one replica",
+                )
             seen.add(item.index)
             if item.index >= self.replicas:
                 allowed = f"must be below spec.replicas ({self.replicas})"

@@ -1,0 +1,53 @@
+# `make` lists the targets. Everything that is set up here lives in .venv, in the lab's state folder and in the cache
+# (${XDG_CACHE_HOME:-~/.cache}/crosscloud), which is shared by all checkouts.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+BIN := .venv/bin
+WHEELS := $(wildcard ../shared/wheels)
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(if $(WHEELS),--find-links $(WHEELS))
+
+help:  ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: .venv/ready  ## Install the three distributions and the tools into .venv
+
+.venv/ready: requirements/constraints.txt requirements/tools.txt operator/pyproject.toml trainer/pyproject.toml lab/pyproject.toml
+	@echo "setup: Python packages into .venv (a few minutes when nothing is cached)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -m venv .venv || { echo "python venv is missing: on Debian, apt-get install python3-venv"; exit 1; }
+	@$(PIP) --upgrade -c requirements/constraints.txt pip setuptools wheel
+	@$(PIP) --no-build-isolation -c requirements/constraints.txt -r requirements/tools.txt -e 'trainer[torch]' -e operator -e lab
+	@touch $@
+
+demo: setup  ## The main job on three real clusters, from nothing to a generated sentence (root, Linux)
+	@$(BIN)/python -m crosscloud_lab.demo
+
+down: setup  ## Remove what `make demo` left up
+	@$(BIN)/crosscloud-lab down
+
+test: setup  ## Lint, unit tests, and the end-to-end tests on real clusters of their own (root, Linux)
+	@.ci/stages
+
+lint: setup  ## Format check, ruff, mypy strict, import-linter
+	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/lint-imports --no-cache | tail -n 4
+	@$(BIN)/mypy
+
+format: setup  ## Format the code
+	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
+
+lock: setup  ## Write the versions in .venv to requirements/constraints.txt
+	@{ echo '# Every version that setup, tests and images use. Made by `make lock`; names and versions only.'; \
+	   $(BIN)/pip freeze --all --exclude-editable | sed -E 's/ @ .*torch-([0-9.]+).*/==\1/; s/\+cpu//'; } > requirements/constraints.new
+	@mv requirements/constraints.new requirements/constraints.txt
+
+clean:  ## Remove .venv and the tools' caches (not the lab: make down)
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis demo
+	@find . -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: help setup demo down test lint format lock clean

@@ -1,0 +1,270 @@
+"""The contract is symmetric, strict, and names every fault at once."""
+
+import dataclasses
+import enum
+import json
+import subprocess
+import sys
+import types
+import typing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crosscloud_trainer import contract
+from crosscloud_trainer.contract import (
+    ContractTooNew,
+    ExitCode,
+    InvalidDocument,
+    JobSpec,
+    PeerTable,
+    Report,
+    RunDocument,
+    counted,
+    dump,
+    dump_json,
+    read,
+    read_json,
+    read_peer_table,
+    read_run_document,
+    retryable,
+)
+from crosscloud_trainer.contract.reading import camel, fields_of
+
+
+def minimal() -> dict[str, typing.Any]:
+    return {
+        "training": {"model": {"preset": "tiny-llama"}, "data": {"train": ["stdlib:*.py"]}, "tokens": "1M"},
+        "storage": {"uri": "s3://models/tiny"},
+    }
+
+
+def run_document() -> dict[str, typing.Any]:
+    spec = dump(read(JobSpec, minimal()))
+    stage = {"index": 0, "member": "east", "nodes": 1, "gpusPerNode": 2}
+    return {
+        "apiVersion": contract.RUN_VERSION,
+        "job": {"namespace": "ml", "name": "tiny", "uid": "1f0c"},
+        "attempt": 1,
+        "home": {"number": 1, "member": "east"},
+        "replicas": [{"index": 0, "incarnation": 1, "zeroStage": 1, "stages": [stage]}],
+        "sync": spec["sync"],
+        "training": spec["training"],
+        "storageUri": "s3://models/tiny",
+    }
+
+
+def peer(node: int) -> dict[str, typing.Any]:
+    return {
+        "replica": 0,
+        "stage": 0,
+        "node": node,
+        "incarnation": 1,
+        "member": "east",
+        "serverName": "a",
+        "direct": "b",
+    }
+
+
+def strategy(kind: typing.Any, limits: contract.reading.Rule) -> st.SearchStrategy[typing.Any]:
+    """Any value that the rules of a field allow, made from the rules alone."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return st.none() | strategy(next(a for a in args if a is not type(None)), limits)
+    if origin is tuple:
+        item = dataclasses.replace(limits, min_items=None, max_items=None)
+        unique = (lambda x: getattr(x, limits.unique) if limits.unique else x) if limits.unique is not None else None
+        top = min(limits.max_items or 3, 3)
+        return st.lists(strategy(args[0], item), min_size=limits.min_items or 0, max_size=top, unique_by=unique).map(
+            tuple
+        )
+    if origin is dict:
+        return st.fixed_dictionaries({"model_type": st.just("llama")})
+    if dataclasses.is_dataclass(kind):
+        fields = {name: strategy(of, rule) for name, of, rule, _ in fields_of(kind)}
+        whole = st.builds(kind, **fields)
+        return whole.filter(lambda made: not list(made.check())) if hasattr(kind, "check") else whole
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return st.sampled_from(kind)
+    if kind is bool:
+        return st.booleans()
+    low = limits.minimum if limits.minimum is not None else limits.exclusive_minimum
+    if kind is int:
+        return st.integers(int(low or 0), int(limits.maximum if limits.maximum is not None else 10**6))
+    if kind is float:
+        return st.floats(
+            low,
+            limits.maximum,
+            exclude_min=limits.exclusive_minimum is not None,
+            allow_nan=False,
+            allow_infinity=False,
+        )
+    return st.from_regex(limits.pattern or r"\A[a-z]{1,9}\Z", fullmatch=True).filter(
+        lambda s: len(s) <= (limits.max_length or 64)
+    )
+
+
+def specs() -> st.SearchStrategy[JobSpec]:
+    """Valid specs: the cross-field rules are met by construction, everything else is free."""
+
+    @st.composite
+    def build(draw: st.DrawFn) -> JobSpec:
+        free = {
+            n: strategy(k, r)
+            for n, k, r, _ in fields_of(JobSpec)
+            if n not in ("replicas", "replica_overrides", "training", "pod_template")
+        }
+        values = {name: draw(of) for name, of in free.items()}
+        ranks = values["replica"].gpus_per_stage
+        training = draw(strategy(contract.Training, contract.reading.Rule()))
+        batch = min(training.batch_size, 65_536 // ranks) * ranks
+        training = dataclasses.replace(training, batch_size=batch)
+        names = draw(st.lists(st.from_regex(r"\A[a-z][a-z0-9]{0,8}\Z"), max_size=3, unique=True))
+        overrides = tuple(contract.ReplicaOverride(name=name, index=index) for index, name in enumerate(names))
+        return JobSpec(
+            **values,
+            training=training,
+            replicas=draw(st.integers(max(1, len(names)), 64)),
+            replica_overrides=overrides,
+        )
+
+    return build()
+
+
+@settings(max_examples=150, deadline=None)
+@given(specs())
+def test_every_valid_spec_survives_writing_and_reading(spec: JobSpec) -> None:
+    assert read(JobSpec, json.loads(json.dumps(dump(spec)))) == spec
+
+
+@pytest.mark.parametrize("kind", [RunDocument, PeerTable, Report])
+def test_every_valid_document_survives_writing_and_reading(kind: type) -> None:
+    @settings(max_examples=50, deadline=None)
+    @given(strategy(kind, contract.reading.Rule()))
+    def check(document: typing.Any) -> None:
+        assert read_json(kind, dump_json(document)) == document
+
+    check()
+
+
+def test_all_faults_are_named_at_once_with_path_value_and_what_is_allowed() -> None:
+    bad = minimal()
+    bad["replicas"] = 0
+    bad["training"]["tokens"] = "5X"
+    bad["training"]["bachSize"] = 3
+    bad["sync"] = {"codec": "Int9", "outerOptimizer": {"learningRate": 0}}
+    with pytest.raises(InvalidDocument) as caught:
+        read(JobSpec, bad)
+    found = {problem.path: str(problem) for problem in caught.value.problems}
+    assert set(found) == {
+        "replicas",
+        "training.tokens",
+        "training.bachSize",
+        "sync.codec",
+        "sync.outerOptimizer.learningRate",
+    }
+    assert "at least 1" in found["replicas"]
+    assert '"5X"' in found["training.tokens"]
+    assert "batchSize" in found["training.bachSize"]
+    assert "None, Int8" in found["sync.codec"]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", 10**9, True, None, [], {}])
+def test_a_number_of_replicas_that_makes_no_sense_is_refused_by_name(value: typing.Any) -> None:
+    with pytest.raises(InvalidDocument, match=r"^replicas: "):
+        read(JobSpec, minimal() | {"replicas": value})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0, "3e-4", True])
+def test_a_learning_rate_that_is_no_positive_number_is_refused_by_name(value: typing.Any) -> None:
+    bad = minimal()
+    bad["training"]["learningRate"] = value
+    with pytest.raises(InvalidDocument, match=r"^training\.learningRate: "):
+        read(JobSpec, bad)
+
+
+@pytest.mark.parametrize(
+    ("model", "word"), [({}, "neither"), ({"preset": "tiny-llama", "config": {"model_type": "gpt2"}}, "both")]
+)
+def test_a_model_is_exactly_one_of_preset_and_config(model: dict[str, typing.Any], word: str) -> None:
+    bad = minimal()
+    bad["training"]["model"] = model
+    with pytest.raises(InvalidDocument, match=word):
+        read(JobSpec, bad)
+
+
+def test_a_batch_that_the_ranks_of_one_replica_cannot_share_is_refused() -> None:
+    bad = minimal() | {"replicas": 2, "replicaOverrides": [{"name": "big", "index": 1, "gpusPerStage": 3}]}
+    with pytest.raises(InvalidDocument, match=r"^training\.batchSize: found 8; must be a multiple .* 3"):
+        read(JobSpec, bad)
+
+
+def test_overrides_name_each_replica_once_and_only_replicas_that_exist() -> None:
+    overrides = [{"name": "a", "index": 0}, {"name": "b", "index": 0}, {"name": "c", "index": 2}]
+    with pytest.raises(InvalidDocument) as caught:
+        read(JobSpec, minimal() | {"replicas": 2, "replicaOverrides": overrides})
+    assert [p.path for p in caught.value.problems] == [
+        "replicaOverrides[1].index",
+        "replicaOverrides[2].index",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "tokens"), [("200M", 200_000_000), ("1G", 10**9), ("3k", 3000), (17, 17), ("17", 17)]
+)
+def test_tokens_may_be_written_with_a_suffix(written: typing.Any, tokens: int) -> None:
+    good = minimal()
+    good["training"]["tokens"] = written
+    assert read(JobSpec, good).training.tokens == tokens
+
+
+def test_a_run_document_of_a_newer_version_is_told_apart_from_a_broken_one() -> None:
+    with pytest.raises(ContractTooNew, match="v2"):
+        read_run_document(json.dumps(run_document() | {"apiVersion": "run.crosscloud.dev/v2"}))
+    for text in ("", "[]", "{", "null", json.dumps({"apiVersion": "apps/v1"})):
+        with pytest.raises(InvalidDocument):
+            read_run_document(text)
+
+
+def test_the_digest_of_a_run_document_does_not_depend_on_the_order_of_its_fields() -> None:
+    document = run_document()
+    turned = dict(reversed(list(document.items())))
+    assert read_run_document(json.dumps(document)).digest() == read_run_document(json.dumps(turned)).digest()
+    assert (
+        read_run_document(json.dumps(document | {"attempt": 2})).digest()
+        != read_run_document(json.dumps(document)).digest()
+    )
+
+
+def test_a_peer_table_names_each_pod_once() -> None:
+    table = {"apiVersion": contract.RUN_VERSION, "attempt": 1, "peers": [peer(0), peer(1)]}
+    assert len(read_peer_table(json.dumps(table)).peers) == 2
+    with pytest.raises(InvalidDocument, match=r"^peers\[1\]: "):
+        read_peer_table(json.dumps(table | {"peers": [peer(0), peer(0)]}))
+
+
+def test_documents_use_camel_case_only() -> None:
+    assert camel("gpus_per_stage") == "gpusPerStage"
+    assert "_" not in "".join(dump(read(JobSpec, minimal())))
+
+
+def test_each_exit_code_says_whether_trying_again_helps() -> None:
+    assert not retryable(ExitCode.INVALID_INPUT)
+    assert not retryable(ExitCode.CONTRACT_TOO_NEW)
+    assert retryable(ExitCode.PEER_LOST)
+    assert retryable(1)
+    assert retryable(137)
+    assert not counted(ExitCode.PEERS_MISSING)
+    assert counted(1)
+
+
+def test_importing_the_contract_loads_the_standard_library_only() -> None:
+    script = "import sys, crosscloud_trainer.contract; print(*{m.split('.')[0] for m in sys.modules})"
+    loaded = subprocess.run(
+        [sys.executable, "-I", "-c", script], check=True, capture_output=True, text=True
+    ).stdout.split()
+    foreign = {
+        m for m in loaded if m not in sys.stdlib_module_names and not m.startswith(("_", "crosscloud", "sitecustomize"))
+    }
+    assert not {m for m in foreign if "editable" not in m and m != "distutils-precedence"}
