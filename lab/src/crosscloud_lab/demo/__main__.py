@@ -1,0 +1,64 @@
+"""`python -m crosscloud_lab.demo`: the story, top to bottom."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from crosscloud_lab.demo import steps
+from crosscloud_lab.demo.follow import JobEndedBadly, follow
+from crosscloud_lab.demo.plot import draw
+from crosscloud_lab.demo.summary import goodbye, summarise
+from crosscloud_lab.errors import LabError
+from crosscloud_lab.images import build_images, load_images
+from crosscloud_lab.lab import Lab
+
+MANIFEST = Path("examples/demo.yaml")
+OUT = Path("demo")
+
+
+def main() -> int:
+    """Exit code 0 when the job succeeded. Everything that is there already is used again."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    try:
+        return _run(console)
+    except (LabError, steps.CommandFailed, JobEndedBadly) as fault:
+        console.print(f"\n[bold red]demo: {fault}[/]")
+        console.print("The lab stays up for a look; run `make demo` again to go on, or `make down` to clean up.")
+        return 1
+    except KeyboardInterrupt:
+        console.print("\ndemo: interrupted. Run `make demo` again to go on, or `make down` to clean up.")
+        return 130
+
+
+def _run(console: Console) -> int:
+    OUT.mkdir(exist_ok=True)
+    phases = steps.Phases(console, total=7)
+    with phases("clusters: hub, east and west, each a whole Kubernetes"):
+        lab = Lab.default()
+        lab.up()
+    with phases("images: operator, trainer and gateway, from the Dockerfile"):
+        load_images(lab, build_images(Path.cwd()))
+    with phases("operator: helm install on the hub"):
+        steps.install_operator(lab)
+    with phases("members: crosscloud member add east, west"):
+        steps.add_members(lab, ["east", "west"])
+    with phases(f"job: kubectl apply -f {MANIFEST}"):
+        steps.prepare_namespace(lab, ["hub", "east", "west"])
+        steps.apply_job(lab, MANIFEST)
+    with phases("training: two replicas in two clusters, DeepSpeed ZeRO inside, compressed exchange between"):
+        story = follow(lab, "ml", "tiny-llama", console)
+    with phases("result: crosscloud fetch, and a sentence from the model"):
+        sentence = steps.fetch_and_generate(lab, "ml", "tiny-llama", OUT / "model")
+        picture = draw(story, OUT / "loss-and-wan.png")
+    summarise(console, story, sentence, picture)
+    goodbye(console, lab)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The commands of the demo, as a user would type them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from crosscloud_lab.lab import Lab
+
+NAMESPACE = "crosscloud-system"
+
+
+class CommandFailed(Exception):
+    """A command of the demo that ended with an error; carries what it printed."""
+
+
+class Phases:
+    """One line for each phase, with its time."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console, self.total, self.number = console, total, 0
+        self.begin = time.monotonic()
+
+    @contextlib.contextmanager
+    def __call__(self, title: str) -> Iterator[None]:
+        self.number += 1
+        start = time.monotonic()
+        self.console.print(f"\n[bold cyan][{self.number}/{self.total}][/] [bold]{title}[/]")
+        yield
+        now = time.monotonic()
+        self.console.print(f"[green]      done in {now - start:.0f} s[/] ({now - self.begin:.0f} s in all)")
+
+
+def run(*command: str | Path, env: dict[str, str] | None = None, stdin: str | None = None) -> str:
+    """Standard output of a command. Raises CommandFailed with all that it printed."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=os.environ | (env or {}),
+        check=False,
+    )
+    if done.returncode:
+        shown = " ".join(str(part) for part in command)
+        raise CommandFailed(f"`{shown}` ended with {done.returncode}:\n{done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def tool(name: str) -> Path:
+    """A console script beside the running Python."""
+    return Path(sys.executable).with_name(name)
+
+
+def install_operator(lab: Lab) -> None:
+    """`helm upgrade --install`, waiting until the operator is ready."""
+    kubeconfig = lab.kubeconfig("hub")
+    run(
+        *(lab.binary("helm"), "--kubeconfig", kubeconfig, "upgrade", "--install", "crosscloud", "charts/crosscloud"),
+        *("--namespace", NAMESPACE, "--create-namespace", "--wait", "--timeout", "5m"),
+        *(part for name, value in image_values(lab).items() for part in ("--set", f"{name}={value}")),
+    )
+
+
+def image_values(lab: Lab) -> dict[str, str]:
+    """Helm values that name the images which `load_images` brought to every node."""
+    from crosscloud_lab.images import image_names
+
+    values: dict[str, str] = {}
+    for target, image in image_names(Path.cwd()).items():
+        repository, _, tag = image.rpartition(":")
+        values |= {f"{target}.image.repository": repository, f"{target}.image.tag": tag}
+    return values
+
+
+def add_members(lab: Lab, names: list[str]) -> None:
+    """`crosscloud member add` for each; adding one that is there changes nothing."""
+    for name in names:
+        run(
+            *(tool("crosscloud"), "--kubeconfig", lab.kubeconfig("hub"), "member", "add", name),
+            *("--kubeconfig", lab.kubeconfig(name), "--allow-namespace", "ml"),
+        )
+
+
+def prepare_namespace(lab: Lab, clusters: list[str]) -> None:
+    """The job's namespace everywhere, and the storage Secret on the hub: the operator brings it to the members."""
+    for cluster in clusters:
+        apply(lab, cluster, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "ml"}})
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s3", "namespace": "ml"}}
+    apply(lab, "hub", secret | {"stringData": lab.s3_environment()})
+
+
+def apply(lab: Lab, cluster: str, obj: dict[str, Any]) -> None:
+    run(lab.binary("kubectl"), "--kubeconfig", lab.kubeconfig(cluster), "apply", "-f", "-", stdin=json.dumps(obj))
+
+
+def apply_job(lab: Lab, manifest: Path) -> None:
+    """A job of an earlier demo is deleted first: its spec can't be changed, and it has ended."""
+    kubectl = (lab.binary("kubectl"), "--kubeconfig", lab.kubeconfig("hub"))
+    run(*kubectl, "delete", "-f", manifest, "--ignore-not-found", "--timeout", "180s")
+    run(*kubectl, "apply", "-f", manifest)
+
+
+def fetch_and_generate(lab: Lab, namespace: str, name: str, target: Path) -> str:
+    """Brings the model by `crosscloud fetch` and lets it write on from the start of a sentence."""
+    shutil.rmtree(target, ignore_errors=True)
+    hub = lab.kubeconfig("hub")
+    run(tool("crosscloud"), "--kubeconfig", hub, "fetch", name, target, "--namespace", namespace)
+    prompt = "def read_file(path):"
+    return run(tool("crosscloud-trainer"), "generate", target, "--prompt", prompt, "--tokens", "160").strip()

@@ -1,0 +1,60 @@
+"""What the demo tells at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from crosscloud_lab.demo.follow import Story, megabytes, where
+from crosscloud_lab.lab import Lab
+
+
+def summarise(console: Console, story: Story, sentence: str, picture: Path) -> None:
+    """Facts of the run: places, loss, speed, bytes at the interface against dense fp32, digests, a sentence."""
+    status, last = story.status, story.samples[-1]
+    progress = status["progress"]
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for row in status["replicaStatuses"]:
+        table.add_row(f"replica {row['index']} ran in", where(status, row["index"]))
+    table.add_row("training loss", f"{progress['firstLoss']} at the start, {progress['loss']} at the end")
+    table.add_row("validation loss", str(progress.get("validationLoss", "-")))
+    table.add_row("speed", f"{progress['tokensPerSecond']} tokens/s on this machine's processors")
+    ratio = last.dense_bytes / max(last.wan_bytes, 1)
+    table.add_row("WAN, counted at the interface", megabytes(last.wan_bytes))
+    table.add_row("dense fp32 at every step", f"{megabytes(last.dense_bytes)}: {ratio:.0f} times as much")
+    digests = {row["index"]: row.get("digest") for row in status["replicaStatuses"]}
+    same = len(set(digests.values())) == 1 and None not in digests.values()
+    word = "equal" if same else "[bold red]DIFFERENT[/]"
+    table.add_row("weights of the replicas", f"{word}: digest {', '.join(map(str, digests.values()))}")
+    table.add_row("picture", str(picture))
+    table.add_row("result", status["result"]["uri"])
+    console.print(Panel(table, title="One model, trained in two clusters", title_align="left", expand=False))
+    console.print(Panel(sentence, title="What it writes", title_align="left", expand=False), markup=False)
+
+
+def goodbye(console: Console, lab: Lab) -> None:
+    """The lab stays up: how to look around, cut the link, and clean up."""
+    kubectl, hub = lab.binary("kubectl"), lab.kubeconfig("hub")
+    console.print(
+        f"""
+The clusters are still up. Look around:
+  export KUBECONFIG={hub}
+  alias kubectl={kubectl}
+  kubectl get cctj,mcl -A
+  kubectl describe cctj tiny-llama -n ml
+
+Cut the link while a longer job trains: both replicas end their window, pause at the round and say so; after
+`heal` they go on, and their digests are equal.
+  kubectl apply -f examples/long.yaml
+  kubectl get cctj -n ml -w                    # until it is Training
+  .venv/bin/crosscloud-lab cut east west       # Status becomes WaitingForPeers
+  .venv/bin/crosscloud-lab heal
+
+Clean up:
+  make down
+""",
+        markup=False,
+    )
