@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,6 +47,11 @@ DEPLOYMENT = Kind("apps", "v1", "Deployment", "deployments")
 NETWORK_POLICY = Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies")
 ROLE = Kind("rbac.authorization.k8s.io", "v1", "Role", "roles")
 ROLE_BINDING = Kind("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
+CLUSTER_ROLE = Kind("rbac.authorization.k8s.io", "v1", "ClusterRole", "clusterroles", namespaced=False)
+CLUSTER_ROLE_BINDING = Kind(
+    "rbac.authorization.k8s.io", "v1", "ClusterRoleBinding", "clusterrolebindings", namespaced=False
+)
+LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 JOB = Kind("crosscloud.dev", "v1alpha1", "CrossCloudTrainingJob", "crosscloudtrainingjobs")
 MEMBER = Kind("crosscloud.dev", "v1alpha1", "MemberCluster", "memberclusters", namespaced=False)
 
@@ -53,7 +59,7 @@ KINDS: dict[str, Kind] = {
     kind.kind: kind
     for kind in (
         POD, NODE, NAMESPACE, CONFIG_MAP, SECRET, SERVICE, SERVICE_ACCOUNT, EVENT, DEPLOYMENT, NETWORK_POLICY, ROLE,
-        ROLE_BINDING, JOB, MEMBER,
+        ROLE_BINDING, CLUSTER_ROLE, CLUSTER_ROLE_BINDING, LEASE, JOB, MEMBER,
     )
 }  # fmt: skip
 
@@ -155,3 +161,7 @@ class World(Protocol):
 
     def now(self) -> float:
         """Wall-clock seconds."""
+
+    @property
+    def planning(self) -> asyncio.Lock:
+        """Held while a plan is made and written, so that two jobs aren't promised the same GPUs."""
