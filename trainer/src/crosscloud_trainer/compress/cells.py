@@ -1,0 +1,70 @@
+"""Encoded cells with their numbers: what ranks hand to each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from crosscloud_trainer.compress.codec import Codec, Lengths, check_payload, put, sizes_of, take
+from crosscloud_trainer.layout import Ids, Index
+
+
+@dataclass(frozen=True)
+class EncodedCells:
+    """Cells (sorted numbers, each once) and their bytes end to end, in main memory."""
+
+    codec: Codec
+    ids: Ids
+    lengths: Lengths
+    data: torch.Tensor
+
+    @staticmethod
+    def received(codec: Codec, index: Index, ids: Ids, buffer: bytes | bytearray | memoryview) -> "EncodedCells":
+        """Cells from bytes that came from elsewhere: raises PayloadError unless they may be decoded."""
+        array = np.frombuffer(buffer, dtype=np.uint8)
+        data = torch.from_numpy(array if array.flags.writeable else array.copy())
+        lengths = index.lengths(ids)
+        check_payload(codec, data, lengths)
+        return EncodedCells(codec, ids, lengths, data)
+
+    @staticmethod
+    def merged(parts: Sequence["EncodedCells"]) -> "EncodedCells":
+        """One batch of all parts, which have no cell in common; there is at least one part."""
+        ids = np.concatenate([part.ids for part in parts])
+        lengths = np.concatenate([part.lengths for part in parts])
+        order = np.argsort(ids, kind="stable")
+        ids, lengths = ids[order], lengths[order]
+        if len(ids) and bool((np.diff(ids) <= 0).any()):
+            raise ValueError("parts to merge have cells in common")
+        codec = parts[0].codec
+        sizes = sizes_of(codec.name, lengths)
+        data = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        for part in parts:
+            put(data, sizes, np.searchsorted(ids, part.ids), part.data)
+        return EncodedCells(codec, ids, lengths, data)
+
+    @cached_property
+    def sizes(self) -> Lengths:
+        """Bytes of each cell."""
+        return sizes_of(self.codec.name, self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    def buffer(self) -> memoryview:
+        """The bytes, without a copy."""
+        return self.data.numpy().data
+
+    def select(self, ids: Ids) -> "EncodedCells":
+        """The cells `ids`, all of which are in this batch (ValueError if not)."""
+        positions = np.searchsorted(self.ids, ids)
+        if len(ids) and (positions[-1] >= len(self.ids) or bool((self.ids[positions] != ids).any())):
+            raise ValueError("cells to select are not in the batch")
+        return EncodedCells(self.codec, ids, self.lengths[positions], take(self.data, self.sizes, positions))
+
+    def decode(self) -> torch.Tensor:
+        """The cells' values, flat fp32, end to end."""
+        return self.codec.decode(self.data, self.lengths)

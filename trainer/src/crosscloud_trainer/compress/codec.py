@@ -1,0 +1,137 @@
+"""What every codec does, and what is common to all: runs of equal cells, and the refusal of values that
+aren't finite.
+
+A batch of cells is a flat fp32 tensor, the cells' values end to end, and the cells' lengths. Its encoding is
+the cells' encodings end to end, each a function of that cell's values only: a cell has the same bytes
+whatever batch, rank or machine encodes it.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from crosscloud_trainer.layout import Ids
+from crosscloud_trainer.sizes import cell_bytes
+
+Lengths = NDArray[np.int64]
+
+MAX_MAGNITUDE = 2.0**127
+"""Largest absolute value that is encoded: what a decoder makes of it, and the sum of weighted ones, can't
+overflow fp32.
+"""
+
+
+class NonFiniteError(ValueError):
+    """Values to encode that are NaN, infinite or beyond `MAX_MAGNITUDE`; nothing was encoded."""
+
+
+class PayloadError(ValueError):
+    """Bytes that aren't the encoding of the cells that they are said to be."""
+
+
+class Codec(Protocol):
+    """Turns cells into bytes and back; one object serves all ranks and threads, it keeps no state."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def lossless(self) -> bool:
+        """Whether decoding gives back the very bits, so that error feedback has nothing to do."""
+        ...
+
+    def encode(self, values: torch.Tensor, lengths: Lengths) -> torch.Tensor:
+        """Bytes (uint8, on the device of `values`) of cells whose values (fp32) lie end to end.
+
+        Raises NonFiniteError, before it encodes anything, for values that no decoder could give back.
+        """
+        ...
+
+    def decode(self, data: torch.Tensor, lengths: Lengths) -> torch.Tensor:
+        """The values (fp32, on the device of `data`) that these bytes stand for; exact, no rounding but the
+        codec's own.
+        """
+        ...
+
+    def finite(self, data: torch.Tensor, lengths: Lengths) -> bool:
+        """Whether every value that these bytes stand for is finite and within `MAX_MAGNITUDE`."""
+        ...
+
+
+def sizes_of(codec: str, lengths: Lengths) -> Lengths:
+    """Bytes of each cell of the given lengths."""
+    result = np.empty_like(lengths)
+    for length in np.unique(lengths).tolist():
+        result[lengths == length] = cell_bytes(codec, length)
+    return result
+
+
+def check_payload(codec: Codec, data: torch.Tensor, lengths: Lengths) -> None:
+    """Raises PayloadError unless `data` may be decoded: right size, finite values. For everything that was
+    received.
+    """
+    expected = int(sizes_of(codec.name, lengths).sum())
+    if data.numel() != expected:
+        raise PayloadError(f"payload has {data.numel()} bytes; {len(lengths)} cells in {codec.name} have {expected}")
+    if not codec.finite(data, lengths):
+        raise PayloadError(f"payload of {len(lengths)} cells in {codec.name} has values that are not finite")
+
+
+def check_values(values: torch.Tensor) -> None:
+    """Raises NonFiniteError unless all values are finite and within `MAX_MAGNITUDE`."""
+    if values.numel() and not bool((values.abs() <= MAX_MAGNITUDE).all()):
+        raise NonFiniteError("values to encode are NaN, infinite or larger than 2**127")
+
+
+def take(data: torch.Tensor, widths: Lengths, positions: Ids) -> torch.Tensor:
+    """The rows at `positions` (sorted) of rows of unlike widths that lie end to end in `data`, end to end
+    again.
+    """
+    result = torch.empty(int(widths[positions].sum()), dtype=data.dtype, device=data.device)
+    written = 0
+    for block, rows in _selected(data, widths, positions):
+        target = result[written : written + rows.numel() * block.shape[1]].view(rows.numel(), block.shape[1])
+        torch.index_select(block, 0, rows, out=target)
+        written += target.numel()
+    return result
+
+
+def put(data: torch.Tensor, widths: Lengths, positions: Ids, rows_data: torch.Tensor) -> None:
+    """Overwrites the rows at `positions` (sorted) by the ones that lie end to end in `rows_data`: the inverse
+    of `take`.
+    """
+    read = 0
+    for block, rows in _selected(data, widths, positions):
+        source = rows_data[read : read + rows.numel() * block.shape[1]].view(rows.numel(), block.shape[1])
+        block.index_copy_(0, rows, source)
+        read += source.numel()
+
+
+def _selected(data: torch.Tensor, widths: Lengths, positions: Ids) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(rows, width) views of `data` for each run of equal widths, with the wanted rows of each that has some."""
+    first = start = 0
+    for rows, width in runs(widths):
+        low, high = np.searchsorted(positions, [first, first + rows])
+        if low < high:
+            wanted = torch.from_numpy(positions[low:high] - first).to(data.device)
+            yield data[start : start + rows * width].view(rows, width), wanted
+        first += rows
+        start += rows * width
+
+
+def runs(lengths: Lengths) -> Iterator[tuple[int, int]]:
+    """(cells, length) of each run of neighbouring cells that are equally long: the units that tensor
+    operations work on.
+
+    A parameter is one run of whole cells and one last cell, so there are a few runs per parameter, not one
+    per cell.
+    """
+    if not len(lengths):
+        return
+    bounds = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+    for first, stop in pairwise(bounds):
+        yield stop - first, int(lengths[first])

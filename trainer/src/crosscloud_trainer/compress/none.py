@@ -1,0 +1,28 @@
+"""No compression: fp32, little endian."""
+
+import sys
+
+import torch
+
+from crosscloud_trainer.compress.codec import MAX_MAGNITUDE, Lengths, check_values
+
+if sys.byteorder != "little":
+    raise ImportError("the codecs write little-endian numbers by copying memory; this machine is big-endian")
+
+
+class NoneCodec:
+    """Sends values as they are: 4 bytes each, and -0.0 stays -0.0."""
+
+    name = "None"
+    lossless = True
+
+    def encode(self, values: torch.Tensor, lengths: Lengths) -> torch.Tensor:  # noqa: ARG002
+        check_values(values)
+        return values.contiguous().clone().view(torch.uint8)
+
+    def decode(self, data: torch.Tensor, lengths: Lengths) -> torch.Tensor:  # noqa: ARG002
+        return data.clone().view(torch.float32)
+
+    def finite(self, data: torch.Tensor, lengths: Lengths) -> bool:
+        values = self.decode(data, lengths)
+        return not values.numel() or bool((values.abs() <= MAX_MAGNITUDE).all())

@@ -1,0 +1,172 @@
+"""DiLoCo: replicas train on their own for a window of inner steps, then exchange one compressed update
+(Douillard et al. 2023).
+
+A round, on every rank of every replica of the view:
+
+1. the pseudo-gradient: outer weights minus local weights, on the rank's own shard;
+2. the ranks of the replica agree whether it is finite. If not, the replica refuses: it takes part with weight
+   0 and no payload;
+3. parts of cells go to their holders, which encode them with error feedback;
+4. the exchange brings each holder the agreed result of its cells;
+5. holders pass the encoded result on, each rank decodes its own elements and tries the outer update on them;
+6. the ranks agree that all of them have got that far (the replica has prepared the round) and that the new
+   state is finite;
+7. all apply it, with no further word to anyone, and go on from the new outer weights.
+
+All replicas see the same results and have the same outer state, so that a round which would end in numbers
+that aren't finite is skipped by all alike: they go back to the outer weights and the round is counted.
+
+In a view of one replica there is nobody to agree with: no exchange and no outer update happen, the outer
+weights follow the local ones, and training is the same to the bit as without DiLoCo.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from crosscloud_trainer.compress import Codec, EncodedCells, ErrorFeedback
+from crosscloud_trainer.compress.codec import MAX_MAGNITUDE
+from crosscloud_trainer.exchange import RoundExchange, RoundRequest
+from crosscloud_trainer.group import ReplicaGroup
+from crosscloud_trainer.holding import Holding
+from crosscloud_trainer.layout import ReplicaLayout
+from crosscloud_trainer.outer import OuterSettings, OuterState
+from crosscloud_trainer.schedule import ends_window
+from crosscloud_trainer.shard import DIGEST_BITS, Shard, digest
+
+
+class DigestMismatchError(Exception):
+    """Replicas whose outer states differ, though they must be the same to the bit."""
+
+    def __init__(self, round_number: int, digests: Mapping[int, int]) -> None:
+        states = ", ".join(f"replica {replica} has {value:016x}" for replica, value in sorted(digests.items()))
+        super().__init__(f"outer states differ before round {round_number}: {states}")
+        self.round = round_number
+        self.digests = dict(digests)
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What a round did, on one rank; all but `payload_bytes` is the same on all ranks of a replica."""
+
+    round: int
+    digest: int
+    """Outer state after the round; the same in all replicas."""
+    weights: Mapping[int, int]
+    """Tokens of the window by replica number; 0 for one that refused its update."""
+    payload_bytes: int
+    """Encoded bytes of the cells that this rank holds; 0 if nothing was exchanged."""
+    refused: bool
+    """This replica's update was not finite and is lost."""
+    applied: bool
+    """Whether the outer state changed; if not, all replicas went back to the outer weights before the round.
+    """
+
+
+class DiLoCo:
+    """The algorithm on one rank. `on_step` is called on every rank of the replica after every inner step."""
+
+    def __init__(
+        self,
+        layout: ReplicaLayout,
+        shard: Shard,
+        group: ReplicaGroup,
+        exchange: RoundExchange,
+        codec: Codec,
+        *,
+        inner_steps: int,
+        settings: OuterSettings,
+        error_feedback: bool = True,
+    ) -> None:
+        self.round = 0
+        self.outer = OuterState.at(shard.read())
+        self._shard = shard
+        self._group = group
+        self._exchange = exchange
+        self._codec = codec
+        self._inner_steps = inner_steps
+        self._settings = settings
+        self._holding = Holding(layout, group, codec)
+        self._feedback = ErrorFeedback(codec, self._holding.lengths, shard.device, enabled=error_feedback)
+        self._steps = 0
+        self._tokens = 0
+        self.digest = self._agree([0], self.outer)[1]
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """What encoding has lost so far of the cells that this rank holds, flat fp32; empty without error
+        feedback.
+        """
+        return self._feedback.residual
+
+    def on_step(self, tokens: int) -> RoundReport | None:
+        """Counts an inner step (one that DeepSpeed skipped too) in which this rank saw `tokens` tokens.
+
+        At the end of a window it runs the round and returns its report: the shard's fp32 weights were
+        rewritten then, and the working weights must follow. Raises ExchangeError or DigestMismatchError,
+        after which the attempt must end.
+        """
+        self._steps += 1
+        self._tokens += tokens
+        if not ends_window(self._steps, self._inner_steps):
+            return None
+        self.round += 1
+        tokens, self._tokens = self._tokens, 0
+        if len(self._exchange.view) == 1:
+            return self._alone(tokens)
+        return self._together(tokens)
+
+    def _alone(self, tokens: int) -> RoundReport:
+        """A round in a view of one: the outer weights become the local ones."""
+        self.outer = OuterState(self._shard.read().clone(), self.outer.momentum)
+        (tokens,), self.digest = self._agree([tokens], self.outer)
+        weights = {self._exchange.replica: tokens}
+        return RoundReport(self.round, self.digest, weights, 0, refused=False, applied=True)
+
+    def _together(self, tokens: int) -> RoundReport:
+        update = self.outer.weights.sub(self._shard.read())
+        bad = bool(update.numel()) and not bool((update.abs() <= MAX_MAGNITUDE).all())
+        refusals, tokens = self._group.total([int(bad), tokens])
+        payload = self._encode(update) if not refusals and tokens else None
+        request = RoundRequest(self.round, tokens if payload else 0, payload, self.digest)
+        answer = self._exchange.exchange(request)
+        if len(set(answer.digests.values())) > 1:
+            raise DigestMismatchError(self.round, answer.digests)
+        applied = self._apply(answer.result)
+        self._shard.write(self.outer.weights)
+        return RoundReport(
+            self.round,
+            self.digest,
+            answer.weights,
+            payload.nbytes if payload else 0,
+            refused=refusals > 0,
+            applied=applied,
+        )
+
+    def _encode(self, update: torch.Tensor) -> EncodedCells:
+        values = self._holding.gather(update)
+        data = self._feedback.encode(values)
+        return EncodedCells(self._codec, self._holding.ids, self._holding.lengths, data.cpu())
+
+    def _apply(self, result: EncodedCells | None) -> bool:
+        """Takes the agreed result of this rank's cells into the outer state; False if all replicas skip the
+        round.
+        """
+        proposed = self.outer
+        if result is not None:
+            gradient = self._holding.spread(result, self._shard.device)
+            proposed = self.outer.stepped(gradient, self._settings)
+        (unusable,), new_digest = self._agree([int(result is None or not proposed.finite())], proposed)
+        self._exchange.prepared(self.round)
+        if unusable:
+            return False
+        self.outer, self.digest = proposed, new_digest
+        return True
+
+    def _agree(self, counts: list[int], state: OuterState) -> tuple[list[int], int]:
+        """One small collective: sums of `counts` over the ranks, and the replica's digest of an outer state."""
+        own = digest(self._shard.index, self._shard.intervals, [state.weights, state.momentum])
+        low, high = own & 0xFFFFFFFF, own >> 32
+        *sums, low, high = self._group.total([*counts, low, high])
+        return sums, (low + (high << 32)) % (1 << DIGEST_BITS)

@@ -1,0 +1,65 @@
+"""What an algorithm asks of the network in a round: the only thing that it knows of links, peers and views."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from crosscloud_trainer.compress import EncodedCells
+
+
+class ExchangeError(Exception):
+    """A round that can't be completed, now or later: the attempt must end."""
+
+
+@dataclass(frozen=True)
+class RoundRequest:
+    """One rank's part of a round. All ranks of a replica give the same `round`, `weight` and `digest`."""
+
+    round: int
+    """From 1."""
+    weight: int
+    """Tokens that the whole replica trained on in the window; 0 if it has refused its update."""
+    payload: EncodedCells | None
+    """All cells that this rank holds (perhaps none); None exactly where the weight is 0."""
+    digest: int
+    """Unsigned 64 bits: the replica's outer state before this round."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """The same on all ranks of all replicas of the view, but for `result`."""
+
+    result: EncodedCells | None
+    """The result of all cells that this rank holds; None if no replica of the view had a weight."""
+    weights: Mapping[int, int]
+    """By replica number, the whole view."""
+    digests: Mapping[int, int]
+    """By replica number, the whole view: each replica's outer state before this round."""
+
+
+class RoundExchange(Protocol):
+    """Exchanges cells with the other replicas of the view. Each rank has one; every rank calls it in every
+    round.
+    """
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """Numbers of the replicas in the view, sorted."""
+        ...
+
+    @property
+    def replica(self) -> int:
+        """Number of this replica."""
+        ...
+
+    def exchange(self, request: RoundRequest) -> RoundResult:
+        """Blocks until the round's result of this rank's cells is here, over broken links too; ExchangeError
+        if it never will be.
+        """
+        ...
+
+    def prepared(self, round_number: int) -> None:
+        """Told on every rank once all ranks of this replica have all that they need of a round; it can't be
+        lost any more here.
+        """
+        ...
