@@ -170,10 +170,16 @@ def test_all_faults_are_named_at_once_with_path_value_and_what_is_allowed() -> N
     assert "None, Int8" in found["sync.codec"]
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, "2", 10**9, True, None, [], {}])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", 10**9, True, [], {}])
 def test_a_number_of_replicas_that_makes_no_sense_is_refused_by_name(value: typing.Any) -> None:
     with pytest.raises(InvalidDocument, match=r"^replicas: "):
         read(JobSpec, minimal() | {"replicas": value})
+
+
+def test_null_counts_as_left_out_as_it_does_for_the_api_server() -> None:
+    assert read(JobSpec, minimal() | {"replicas": None, "placement": None}) == read(JobSpec, minimal())
+    with pytest.raises(InvalidDocument, match=r"^storage: .*is required"):
+        read(JobSpec, minimal() | {"storage": None})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0, "3e-4", True])

@@ -118,8 +118,8 @@ class Data:
     Without `validation` every fiftieth file of `train` is held out for validation.
     """
 
-    train: tuple[str, ...] = rule(min_items=1, max_items=64, max_length=1024, pattern=r"\S")
-    validation: tuple[str, ...] = rule((), max_items=64, max_length=1024, pattern=r"\S")
+    train: tuple[str, ...] = rule(min_items=1, max_items=64, max_length=1024, pattern=r"[^ \t\r\n]")
+    validation: tuple[str, ...] = rule((), max_items=64, max_length=1024, pattern=r"[^ \t\r\n]")
     tokenizer: Tokenizer = rule(Tokenizer.BYTES)
 
 

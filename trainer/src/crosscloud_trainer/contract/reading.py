@@ -156,10 +156,7 @@ def _read_object(cls: type, data: Any, path: str, problems: list[Problem]) -> An
         key = camel(name)
         known.add(key)
         where = f"{path}.{key}" if path else key
-        if key in data:
-            if data[key] is None and not _optional(kind):
-                problems.append(Problem(where, None, "must not be null; leave the field out for its default"))
-                continue
+        if data.get(key) is not None:  # null counts as left out, as it does for the API server
             values[name] = _read(kind, limits, data[key], where, problems)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             problems.append(Problem(where, None, "is required"))
@@ -174,10 +171,6 @@ def _read_object(cls: type, data: Any, path: str, problems: list[Problem]) -> An
         for sub, found, allowed in check():
             problems.append(Problem(".".join(part for part in (path, sub) if part), found, allowed))
     return made
-
-
-def _optional(kind: Any) -> bool:
-    return type(None) in typing.get_args(kind)
 
 
 def _read_list(kind: Any, limits: Rule, data: Any, path: str, problems: list[Problem]) -> tuple[Any, ...]:
@@ -230,6 +223,8 @@ def _read_scalar(kind: Any, limits: Rule, data: Any, path: str, problems: list[P
             return None
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         data = float(data)
+    if kind is int and isinstance(data, float) and data.is_integer() and not limits.quantity:
+        data = int(data)  # JSON doesn't tell 2.0 from 2
     words = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
         problems.append(Problem(path, data, f"must be {words.get(kind, kind)}"))
@@ -253,6 +248,11 @@ def _limit_fault(limits: Rule, data: Any) -> str | None:
     if isinstance(data, str):
         if limits.max_length is not None and len(data) > limits.max_length:
             return f"must have at most {limits.max_length} characters, has {len(data)}"
-        if limits.pattern is not None and not re.search(limits.pattern, data):
+        if limits.pattern is not None and not re.search(_strict_end(limits.pattern), data):
             return f"must match {limits.pattern}"
     return None
+
+
+def _strict_end(pattern: str) -> str:
+    """`$` as the API server means it: the very end, not also before a line feed there."""
+    return pattern[:-1] + r"\Z" if pattern.endswith("$") else pattern
