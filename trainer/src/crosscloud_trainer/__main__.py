@@ -1,0 +1,72 @@
+"""The command `crosscloud-trainer`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from crosscloud_trainer.contract import ExitCode
+from crosscloud_trainer.failures import Failure
+
+
+def _explained(action: Callable[[], int | None]) -> None:
+    """Run a command; a failure is its message on stderr and its exit code, never a traceback."""
+    try:
+        code = action() or ExitCode.SUCCEEDED
+    except Failure as failure:
+        click.echo(f"error: {failure}", err=True)
+        code = failure.code
+    sys.exit(code)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Train one model over several clusters.
+
+    In a cluster the operator starts `pod`; on one machine begin with `local`.
+    """
+
+
+@main.command()
+@click.argument("manifest", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print events as JSON lines instead of a display.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder for result and logs [default: ./crosscloud-runs/NAME]."
+)
+@click.option("--keep", is_flag=True, help="Keep the run's working folder: documents, certificates, reports.")
+def local(manifest: Path, as_json: bool, out: Path | None, keep: bool) -> None:
+    """Run the job of MANIFEST on this machine: a group of processes for each replica, mutual TLS between them."""
+    from crosscloud_trainer.launcher.local import run_local
+
+    _explained(lambda: run_local(manifest, as_json=as_json, out=out, keep=keep))
+
+
+@main.command()
+def pod() -> None:
+    """Run one pod of an attempt; the operator's environment says which."""
+    from crosscloud_trainer.launcher.pod import run_pod
+
+    _explained(lambda: run_pod(os.environ))
+
+
+@main.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--prompt", required=True, help="Text that the model goes on from.")
+@click.option("--tokens", type=click.IntRange(1, 100_000), default=200, show_default=True, help="How many more.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Another one gives another text.")
+def generate(folder: Path, prompt: str, tokens: int, seed: int) -> None:
+    """Write text with the model in DIR, the `result` folder of a run."""
+    from crosscloud_trainer.generate import generate as generate_text
+
+    def write() -> None:
+        click.echo(generate_text(folder, prompt, tokens, seed))
+
+    _explained(write)
+
+
+if __name__ == "__main__":
+    main()

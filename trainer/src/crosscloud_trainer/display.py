@@ -1,0 +1,264 @@
+"""What a person or a program sees of a local run: a live display, plain lines without a terminal, or JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from crosscloud_trainer.contract import Activity, dump
+from crosscloud_trainer.launcher.view import Summary, View
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_LINE_SECONDS = 5.0
+_FRAMES_PER_SECOND = 8
+
+
+class Display(Protocol):
+    """Told what happens, in this order: attempt, progress (often), then failure or finish."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+    def attempt(self, view: View) -> None: ...
+    def progress(self, view: View) -> None: ...
+    def failure(self, view: View, message: str, *, last: bool) -> None: ...
+    def finish(self, summary: Summary) -> None: ...
+
+
+def chosen_display(as_json: bool) -> Display:
+    """JSON if asked for, the live one on a terminal, plain lines otherwise."""
+    if as_json:
+        return JsonLines()
+    console = Console(highlight=False)
+    return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines()
+
+
+class JsonLines:
+    """One event a line on stdout, for programs."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int, int, int]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def attempt(self, view: View) -> None:
+        self._seen.clear()
+        self._emit("attempt", name=view.manifest.name, attempt=view.attempt, logs=str(view.logs.resolve()))
+
+    def progress(self, view: View) -> None:
+        for replica, report in view.reports.items():
+            if self._seen.get(replica) != report.rank:
+                self._seen[replica] = report.rank
+                self._emit("report", **dump(report))
+
+    def failure(self, view: View, message: str, *, last: bool) -> None:
+        self._emit("failure", attempt=view.attempt, message=message, last=last)
+
+    def finish(self, summary: Summary) -> None:
+        self._emit("finish", **asdict(summary), ratio=summary.ratio)
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
+        sys.stdout.flush()
+
+
+class PlainLines:
+    """A line now and then, for logs and pipes."""
+
+    def __init__(self) -> None:
+        self._last_time = 0.0
+        self._last_line = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def attempt(self, view: View) -> None:
+        self._write(
+            f"{view.manifest.name}: attempt {view.attempt}, {len(view.replicas)} replica(s); logs in {view.logs}"
+        )
+
+    def progress(self, view: View) -> None:
+        if time.monotonic() - self._last_time < _LINE_SECONDS:
+            return
+        self._last_time = time.monotonic()
+        line = status_line(view)
+        if line != self._last_line:
+            self._last_line = line
+            self._write(line)
+
+    def failure(self, view: View, message: str, *, last: bool) -> None:
+        self._write(f"error: attempt {view.attempt} ended: {message}" + ("" if last else "\nstarting the next attempt"))
+
+    def finish(self, summary: Summary) -> None:
+        for line in summary_lines(summary):
+            self._write(line)
+
+    def _write(self, line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+class LiveDisplay:
+    """A bar for each replica, the loss curve, and what crossed the WAN beside what dense fp32 would have cost."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=_FRAMES_PER_SECOND, transient=False)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def attempt(self, view: View) -> None:
+        self.progress(view)
+
+    def progress(self, view: View) -> None:
+        self._live.update(render(view, self._console.width))
+
+    def failure(self, view: View, message: str, *, last: bool) -> None:
+        self._console.print(Text(f"error: attempt {view.attempt} ended: {message}", style="red"))
+        if not last:
+            self._console.print("starting the next attempt")
+
+    def finish(self, summary: Summary) -> None:
+        self._live.stop()
+        for line in summary_lines(summary):
+            self._console.print(line)
+
+
+def render(view: View, width: int) -> Group:
+    """The live display as a value."""
+    table = Table.grid(padding=(0, 1))
+    for replica in view.replicas:
+        progress = view.progress(replica)
+        done, total = (progress.step, progress.total_steps) if progress else (0, 0)
+        loss = f"loss {progress.loss:.3f}" if progress and progress.loss is not None else ""
+        rate = f"{progress.tokens_per_second:,.0f} tokens/s" if progress and done else ""
+        ranks = view.manifest.spec.gpus_of(replica)
+        table.add_row(
+            f"replica {replica}",
+            f"{ranks} rank{'s' if ranks > 1 else ''}",
+            ProgressBar(total=max(total, 1), completed=done, width=max(10, min(40, width - 80))),
+            f"{done}/{total or '?'}",
+            loss,
+            rate,
+            Text(activity_words(view, replica), style="yellow" if view.activity(replica) is Activity.WAITING else ""),
+        )
+    title = Text(f"{view.manifest.name}, attempt {view.attempt}", style="bold")
+    parts: list[Any] = [title, table]
+    if len(view.curve) > 1:
+        parts.append(
+            f"loss  {sparkline([loss for _, loss in view.curve], max(10, min(60, width - 30)))}"
+            f"  {view.curve[0][1]:.3f} → {view.curve[-1][1]:.3f}"
+        )
+    parts.append(f"WAN   {wan_words(view)}")
+    agreement = agreement_words(view)
+    if agreement:
+        parts.append(f"state {agreement}")
+    return Group(*parts)
+
+
+def status_line(view: View) -> str:
+    """The run in one line."""
+    parts = []
+    for replica in view.replicas:
+        progress = view.progress(replica)
+        if progress and progress.loss is not None:
+            parts.append(f"replica {replica}: step {progress.step}/{progress.total_steps}, loss {progress.loss:.3f}")
+        else:
+            parts.append(f"replica {replica}: {activity_words(view, replica)}")
+    parts += [f"{view.tokens_per_second():,.0f} tokens/s", f"WAN {wan_words(view)}"]
+    agreement = agreement_words(view)
+    return "; ".join([*parts, agreement] if agreement else parts)
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """What a newcomer wants to know at the end, and what to try next."""
+    lines = [f"{summary.name}: {summary.steps} steps, {summary.tokens:,} tokens, {summary.attempts} attempt(s)"]
+    if summary.first_loss is not None and summary.last_loss is not None:
+        lines.append(f"loss        {summary.first_loss:.3f} → {summary.last_loss:.3f}")
+    if summary.validation_loss is not None:
+        lines.append(f"validation  {summary.validation_loss:.3f}")
+    if summary.ratio is not None:
+        sent, dense = bytes_text(summary.wan_bytes), bytes_text(summary.dense_bytes)
+        lines.append(f"WAN         {sent} sent; dense fp32 at every step: {dense}, {summary.ratio:,.0f} times as much")
+    if summary.digests_equal is not None:
+        word = "equal in all replicas" if summary.digests_equal else "DIFFERENT"
+        lines.append(f"digests     {word} after {summary.rounds} rounds")
+    if summary.result is not None:
+        lines.append(f"result      {shown_path(summary.result)}")
+        lines.append(f"checkpoint  {shown_path(summary.checkpoint or '')}")
+        lines.append(
+            f"try         crosscloud-trainer generate {shown_path(summary.result)} --prompt 'def ' --tokens 200"
+        )
+    return lines
+
+
+def activity_words(view: View, replica: int) -> str:
+    activity, progress = view.activity(replica), view.progress(replica)
+    if activity is Activity.WAITING and progress is not None and progress.waiting_for:
+        return "waiting for replica " + ", ".join(map(str, progress.waiting_for))
+    return activity.value.lower()
+
+
+def wan_words(view: View) -> str:
+    wan, dense = view.wan()
+    if not wan:
+        return "nothing yet" if len(view.replicas) > 1 else "nothing crosses: there is one replica"
+    return f"{bytes_text(wan)} sent; dense fp32: {bytes_text(dense)} ({dense / wan:,.0f}x)"
+
+
+def agreement_words(view: View) -> str:
+    agreement = view.agreement()
+    if agreement is None:
+        return ""
+    number, equal = agreement
+    return f"digests {'equal' if equal else 'DIFFERENT'} (round {number})"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """At most `width` characters, each the mean of a run of values, scaled between their least and greatest."""
+    size = -(-len(values) // width)
+    means = [sum(part) / len(part) for part in (values[at : at + size] for at in range(0, len(values), size))]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_BLOCKS[min(7, int((mean - low) / span * 8))] for mean in means)
+
+
+def bytes_text(count: int) -> str:
+    """Like 1.5 MB, in powers of 1,000 as network equipment counts."""
+    amount = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"
+
+
+def shown_path(uri: str) -> str:
+    """A local path relative to the current folder where that is shorter."""
+    path = Path(uri.removeprefix("file://"))
+    if not path.is_absolute():
+        return uri
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)

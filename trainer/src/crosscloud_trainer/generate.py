@@ -1,0 +1,29 @@
+"""Text from a result: what a newcomer wants to see after the first run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from crosscloud_trainer.failures import invalid
+
+
+def generate(folder: Path, prompt: str, tokens: int, seed: int) -> str:
+    """The prompt and at most `tokens` more tokens, drawn as the result's generation settings say."""
+    if not (folder / "config.json").is_file():
+        raise invalid([f"DIR: {folder} holds no model (no config.json); give the folder `result` of a run"])
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt")
+    limit = getattr(model.config, "max_position_embeddings", None)
+    asked = ids["input_ids"].shape[1] + tokens
+    if limit is not None and asked > limit:
+        raise invalid([f"--tokens: {asked} tokens with the prompt are more than the model's {limit}; ask for less"])
+    torch.manual_seed(seed)
+    made = model.generate(**ids, max_new_tokens=tokens)
+    return str(tokenizer.decode(made[0], skip_special_tokens=True))

@@ -1,0 +1,111 @@
+"""What has happened in a run so far, counted once: the status, the metrics and the log lines are made from it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from crosscloud_trainer.contract import Progress
+
+KINDS = ("payload", "result", "overhead")  # of bytes on the link
+
+_RATE_STEPS = 50  # tokens per second are a mean over so many steps
+
+
+@dataclass(frozen=True)
+class Wan:
+    """Bytes that this replica exchanged with one other, all of its ranks together."""
+
+    sent: Mapping[str, int] = field(default_factory=dict)
+    received: Mapping[str, int] = field(default_factory=dict)
+
+
+class Journal:
+    """Counters of one replica. The training thread writes; the status and metrics threads read."""
+
+    def __init__(self, total_steps: int, dense_bytes_per_step: float) -> None:
+        """`dense_bytes_per_step` is what all-reduce in fp32 would send and receive for this replica at each step."""
+        self._lock = threading.Lock()
+        self._dense_per_step = dense_bytes_per_step
+        self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=_RATE_STEPS)
+        self._progress = Progress(step=0, total_steps=total_steps, round=0, tokens=0)
+        self.seconds = {"compute": 0.0, "exchange": 0.0, "waiting": 0.0}
+        self.wan: Mapping[int, Wan] = {}
+        self.refusals: Mapping[str, int] = {}
+        self.digest_mismatches = 0
+
+    @property
+    def progress(self) -> Progress:
+        with self._lock:
+            return self._progress
+
+    def step(self, loss: float, tokens: int, skipped: int, seconds: float) -> None:
+        """An inner step of the replica: mean loss over its ranks, tokens of all of them, skipped steps so far."""
+        with self._lock:
+            before = self._progress
+            self._marks.append((time.monotonic(), before.tokens + tokens))
+            (first, low), (last, high) = self._marks[0], self._marks[-1]
+            shown = loss if math.isfinite(loss) else before.loss
+            self._progress = replace(
+                before,
+                step=before.step + 1,
+                tokens=before.tokens + tokens,
+                tokens_per_second=(high - low) / max(last - first, 1e-9),
+                loss=shown,
+                first_loss=shown if before.first_loss is None else before.first_loss,
+                dense_bytes=round((before.step + 1) * self._dense_per_step),
+                skipped_steps=skipped,
+            )
+            self.seconds["compute"] += seconds
+
+    def round(self, number: int, digest: str, seconds: float) -> None:
+        """A round that this replica applied."""
+        with self._lock:
+            self._progress = replace(self._progress, round=number, digest=digest)
+            self.seconds["exchange"] += seconds
+
+    def traffic(self, wan: Mapping[int, Wan]) -> None:
+        """Bytes by other replica, all ranks of this one together."""
+        with self._lock:
+            self.wan = wan
+            self._progress = replace(
+                self._progress,
+                wan_bytes_sent=sum(sum(peer.sent.values()) for peer in wan.values()),
+                wan_bytes_received=sum(sum(peer.received.values()) for peer in wan.values()),
+            )
+
+    def validation(self, loss: float) -> None:
+        if math.isfinite(loss):
+            with self._lock:
+                self._progress = replace(self._progress, validation_loss=loss)
+
+    def waited(self, seconds: float) -> None:
+        """Time in which a round waited for other replicas: waiting, not exchanging."""
+        with self._lock:
+            self.seconds["waiting"] += seconds
+            self.seconds["exchange"] -= seconds
+
+
+def wan_vector(traffic: Mapping[int, Wan], replicas: Sequence[int]) -> list[int]:
+    """The numbers of `traffic` in a fixed order, so that the ranks of a replica can add theirs."""
+    empty = Wan()
+    flat = []
+    for number in replicas:
+        peer = traffic.get(number, empty)
+        flat += [peer.sent.get(kind, 0) for kind in KINDS] + [peer.received.get(kind, 0) for kind in KINDS]
+    return flat
+
+
+def wan_of_vector(flat: Sequence[int], replicas: Sequence[int]) -> dict[int, Wan]:
+    """The inverse of `wan_vector`."""
+    width = 2 * len(KINDS)
+    found = {}
+    for place, number in enumerate(replicas):
+        part = flat[place * width : (place + 1) * width]
+        sent, received = part[: len(KINDS)], part[len(KINDS) :]
+        found[number] = Wan(dict(zip(KINDS, sent, strict=True)), dict(zip(KINDS, received, strict=True)))
+    return found

@@ -1,0 +1,233 @@
+"""What the operator would make for an attempt, made as files: run document, peer table, certificates, a pod each."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosscloud_trainer.contract import (
+    RUN_VERSION,
+    ExitCode,
+    Home,
+    InvalidDocument,
+    JobRef,
+    Peer,
+    PeerTable,
+    ReplicaPlan,
+    Report,
+    RunDocument,
+    StagePlan,
+    dump_json,
+    read_json,
+)
+from crosscloud_trainer.failures import Failure
+from crosscloud_trainer.launcher.manifest import Manifest
+from crosscloud_trainer.launcher.ranks import PARENT, usable_cores
+from crosscloud_trainer.pki import CertificateAuthority, PodIdentity
+
+LOOPBACK = "127.0.0.1"
+
+_PORTS = range(10_000, 32_000)  # below the range from which systems take ports for outgoing connections
+_TRIES = 200
+
+
+class LocalPod:
+    """The process that plays the one pod of a replica."""
+
+    def __init__(self, replica: int, environment: dict[str, str], log: Path, report: Path, message: Path) -> None:
+        self.replica, self.log = replica, log
+        self._report, self._message = report, message
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "crosscloud_trainer", "pod"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the launcher, which ends its pods in order
+            )
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        code = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def report(self) -> Report | None:
+        """Its newest report."""
+        try:
+            return read_json(Report, self._report.read_bytes())
+        except (OSError, InvalidDocument):
+            return None
+
+    def message(self) -> str:
+        """Why it failed, in its own words."""
+        try:
+            return self._message.read_text() or f"see {self.log}"
+        except OSError:
+            return f"it left no message; see {self.log}"
+
+    def end(self, number: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def wait(self, seconds: float) -> bool:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class LocalJob:
+    """A job on this machine. `work` is private to this run; the storage and logs stay."""
+
+    manifest: Manifest
+    uid: str
+    work: Path
+    logs: Path
+    storage_uri: str
+
+    def start(self, number: int) -> list[LocalPod]:
+        """Write the documents of attempt `number` and start its pods."""
+        replicas = range(self.manifest.spec.replicas)
+        folder = self.work / f"attempt-{number}"
+        logs = self.logs / f"attempt-{number}"
+        logs.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        ports = free_ports([self.manifest.spec.gpus_of(replica) + 1 for replica in replicas])
+        run = self._run_document(number)
+        _write(folder / "run.json", dump_json(run))
+        _write(folder / "peers.json", dump_json(self._peer_table(number, ports)))
+        authority = CertificateAuthority.create(self.uid)
+        pods: list[LocalPod] = []
+        try:
+            for replica in replicas:
+                tls = folder / f"tls-{replica}"
+                tls.mkdir(mode=0o700)
+                pair = authority.issue(self._identity(number, replica))
+                for name, data in (
+                    ("tls.crt", pair.certificate),
+                    ("tls.key", pair.key),
+                    ("ca.crt", authority.certificate),
+                ):
+                    (tls / name).write_bytes(data)
+                environment = self._environment(folder, replica, ports[replica])
+                log = logs / f"replica-{replica}.log"
+                log.unlink(missing_ok=True)
+                report, message = folder / f"report-{replica}.json", folder / f"message-{replica}"
+                pods.append(LocalPod(replica, environment, log, report, message))
+        except BaseException:
+            for pod in pods:
+                pod.end(signal.SIGKILL)
+            raise
+        return pods
+
+    def _environment(self, folder: Path, replica: int, ports: range) -> dict[str, str]:
+        spec = self.manifest.spec
+        ranks = sum(spec.gpus_of(number) for number in range(spec.replicas))
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
+            **os.environ,
+            "TMPDIR": str(folder),
+            PARENT: str(os.getpid()),
+            "CROSSCLOUD_REPLICA": str(replica),
+            "CROSSCLOUD_STAGE": "0",
+            "CROSSCLOUD_NODE": "0",
+            "CROSSCLOUD_INCARNATION": "1",
+            "CROSSCLOUD_RUN": str(folder / "run.json"),
+            "CROSSCLOUD_PEERS": str(folder / "peers.json"),
+            "CROSSCLOUD_TLS": str(folder / f"tls-{replica}"),
+            "CROSSCLOUD_REPORT": f"file:{folder / f'report-{replica}.json'}",
+            "CROSSCLOUD_METRICS_PORT": "0",
+            "CROSSCLOUD_MASTER_PORT": str(ports[-1]),
+            "CROSSCLOUD_TERMINATION_LOG": str(folder / f"message-{replica}"),
+        }
+        environment.pop("CROSSCLOUD_REGISTER", None)
+        if replica == 0:  # the lowest replica in the home opens the view
+            environment["CROSSCLOUD_REGISTER"] = f"file:{self.work / 'view.json'}"
+        return environment
+
+    def _run_document(self, number: int) -> RunDocument:
+        spec, manifest = self.manifest.spec, self.manifest
+        plans = tuple(
+            ReplicaPlan(
+                index=replica,
+                incarnation=1,
+                zero_stage=spec.zero_stage_of(replica),
+                stages=(StagePlan(index=0, member=_member(replica), nodes=1, gpus_per_node=spec.gpus_of(replica)),),
+            )
+            for replica in range(spec.replicas)
+        )
+        return RunDocument(
+            api_version=RUN_VERSION,
+            job=JobRef(namespace=manifest.namespace, name=manifest.name, uid=self.uid),
+            attempt=number,
+            home=Home(number=1, member=_member(0)),
+            replicas=plans,
+            sync=spec.sync,
+            training=spec.training,
+            storage_uri=self.storage_uri,
+        )
+
+    def _peer_table(self, number: int, ports: list[range]) -> PeerTable:
+        peers = tuple(
+            Peer(
+                replica=replica,
+                stage=0,
+                node=0,
+                incarnation=1,
+                member=_member(replica),
+                server_name=self._identity(number, replica).server_name,
+                direct=LOOPBACK,
+                link_port=ports[replica][0],
+            )
+            for replica in range(self.manifest.spec.replicas)
+        )
+        return PeerTable(api_version=RUN_VERSION, attempt=number, peers=peers)
+
+    def _identity(self, number: int, replica: int) -> PodIdentity:
+        return PodIdentity(job_uid=self.uid, attempt=number, replica=replica, stage=0, node=0, incarnation=1)
+
+
+def free_ports(sizes: list[int]) -> list[range]:
+    """Disjoint ranges of ports that are free on loopback now, one of each size. Raises Failure where there are none."""
+    found: list[range] = []
+    with ExitStack() as held:
+        for size in sizes:
+            for _ in range(_TRIES):
+                first = random.randrange(_PORTS.start, _PORTS.stop - size)  # noqa: S311 - not a secret
+                block = range(first, first + size)
+                with ExitStack() as trial:
+                    if all(_hold(port, trial) for port in block):
+                        held.push(trial.pop_all())
+                        found.append(block)
+                        break
+            else:
+                message = f"no {size} neighbouring ports are free on {LOOPBACK} from {_PORTS.start} to {_PORTS.stop}"
+                raise Failure(ExitCode.INVALID_INPUT, message)
+    return found
+
+
+def _hold(port: int, stack: ExitStack) -> bool:
+    probe = stack.enter_context(closing(socket.socket()))
+    try:
+        probe.bind((LOOPBACK, port))
+    except OSError:
+        return False
+    return True
+
+
+def _member(replica: int) -> str:
+    return f"local-{replica}"
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)

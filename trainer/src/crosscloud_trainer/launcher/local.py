@@ -1,0 +1,148 @@
+"""`crosscloud-trainer local`: plays the operator on one machine, without root and without Kubernetes.
+
+Each replica is a pod process in a member of its own, so that updates cross a real mutual-TLS link on loopback. A lost
+rank ends the attempt, and the next one starts, as the failure policy says.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from crosscloud_trainer.contract import ExitCode, JobSpec, counted, retryable
+from crosscloud_trainer.display import Display, chosen_display
+from crosscloud_trainer.failures import Failure, invalid
+from crosscloud_trainer.launcher.attempt import LocalJob, LocalPod
+from crosscloud_trainer.launcher.manifest import read_manifest
+from crosscloud_trainer.launcher.view import Summary, View
+
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 30.0
+_NEVER_RAN_LIMIT = 5  # attempts in a row that never started: on one machine, waiting longer doesn't help
+
+
+@dataclass
+class _Interrupt:
+    """Whether Ctrl-C or SIGTERM came."""
+
+    number: int = 0
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        self.number = self.number or number
+
+
+def run_local(path: Path, *, as_json: bool, out: Path | None, keep: bool) -> int:
+    """Run the manifest at `path`; returns the exit code. Raises Failure for what can't start."""
+    manifest = read_manifest(path)
+    folder = out if out is not None else Path("crosscloud-runs") / manifest.name
+    uri = _storage_uri(manifest.spec, folder, given=out is not None)
+    with _claimed(folder), _interrupts() as interrupt:
+        work = Path(tempfile.mkdtemp(prefix=f"crosscloud-{manifest.name}-"))
+        try:
+            job = LocalJob(manifest, str(uuid.uuid4()), work, folder / "logs", uri)
+            code = _run_attempts(job, chosen_display(as_json), interrupt)
+        finally:
+            if not keep:
+                shutil.rmtree(work, ignore_errors=True)
+    if keep and not as_json:
+        print(f"kept: {work}")  # noqa: T201
+    return code
+
+
+def _storage_uri(spec: JobSpec, folder: Path, *, given: bool) -> str:
+    """A path in the manifest is used as it is; anything else is for clusters, and a folder here stands for it."""
+    uri = spec.storage.uri
+    if not given and (uri.startswith(("/", "file://"))):
+        return uri
+    return str(folder.resolve())
+
+
+def _run_attempts(job: LocalJob, display: Display, interrupt: _Interrupt) -> int:
+    spec = job.manifest.spec
+    view = View(job.manifest, job.logs)
+    failed = never_ran = 0
+    with display:
+        while True:
+            view.next_attempt()
+            display.attempt(view)
+            code, message = _run_attempt(job, view, display, interrupt)
+            if code == ExitCode.SUCCEEDED:
+                display.finish(Summary.of(view))
+                return code
+            if interrupt.number:
+                display.failure(view, "interrupted: all processes have ended", last=True)
+                return 128 + interrupt.number
+            failed, never_ran = (failed + 1, 0) if counted(code) else (failed, never_ran + 1)
+            last = not retryable(code) or failed >= spec.failure_policy.attempts or never_ran >= _NEVER_RAN_LIMIT
+            display.failure(view, message, last=last)
+            if last:
+                return code
+
+
+def _run_attempt(job: LocalJob, view: View, display: Display, interrupt: _Interrupt) -> tuple[int, str]:
+    """Exit code and message of one attempt. No process of it is left."""
+    pods = job.start(view.attempt)
+    try:
+        while True:
+            if interrupt.number:
+                return ExitCode.TERMINATED, "interrupted"
+            codes = {pod.replica: pod.exit_code() for pod in pods}
+            for pod in pods:
+                view.see(pod.replica, pod.report())
+            display.progress(view)
+            lost = [pod for pod in pods if codes[pod.replica]]
+            if lost:
+                first = lost[0]
+                return codes[first.replica] or 1, f"replica {first.replica}: {first.message()}"
+            if all(code == 0 for code in codes.values()):
+                return ExitCode.SUCCEEDED, ""
+            time.sleep(_POLL_SECONDS)
+    finally:
+        _end(pods)
+
+
+def _end(pods: list[LocalPod]) -> None:
+    for pod in pods:
+        pod.end(signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for pod in pods:
+        if not pod.wait(max(0.0, deadline - time.monotonic())):
+            pod.end(signal.SIGKILL)  # its ranks go with it, by the kernel's word
+            pod.wait(_GRACE_SECONDS)
+
+
+@contextmanager
+def _interrupts() -> Iterator[_Interrupt]:
+    noted = _Interrupt()
+    before = {number: signal.signal(number, noted.note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """The folder for this run alone: two runs in one would mix their results."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as fault:
+        raise invalid([f"--out: {folder} can't be written: {fault.strerror}"]) from fault
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as fault:
+            message = f"--out: another run uses {folder}; wait for it, or choose another folder"
+            raise Failure(ExitCode.INVALID_INPUT, message) from fault
+        yield

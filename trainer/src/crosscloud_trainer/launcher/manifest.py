@@ -1,0 +1,88 @@
+"""A `CrossCloudTrainingJob` from a YAML file, by the rules that kubectl and the API server apply to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from crosscloud_trainer.contract import API_VERSION, KIND, InvalidDocument, JobSpec, Problem, read
+from crosscloud_trainer.failures import invalid
+
+_NAME = re.compile(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+_NAME_LENGTH = 63
+_TOP = ("apiVersion", "kind", "metadata", "spec", "status")
+_METADATA = ("name", "namespace", "labels", "annotations", "generateName", "finalizers", "ownerReferences")
+_MADE_BY_SERVER = ("creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    name: str
+    namespace: str
+    spec: JobSpec
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises Failure(INVALID_INPUT) with every fault of the file, each with its path, or the line of a syntax error."""
+    data = _parse(path)
+    problems: list[Problem] = []
+    if not isinstance(data, Mapping):
+        allowed = f"{path} must hold one object with apiVersion, kind, metadata and spec"
+        raise invalid([Problem("", data, allowed)])
+    for field, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if data.get(field) != expected:
+            problems.append(Problem(field, data.get(field), f"must be {expected}"))
+    for key in data:
+        if key not in _TOP:
+            problems.append(Problem(str(key), data[key], f"unknown field; known here: {', '.join(_TOP)}"))
+    name, namespace = _metadata(data.get("metadata"), problems)
+    spec: JobSpec | None = None
+    try:
+        spec = read(JobSpec, data.get("spec"), "spec")
+    except InvalidDocument as fault:
+        problems.extend(fault.problems)
+    if problems or spec is None:
+        raise invalid([f"{path}: {len(problems)} thing(s) to mend:", *(f"  {problem}" for problem in problems)])
+    return Manifest(name, namespace, spec)
+
+
+def _parse(path: Path) -> Any:
+    yaml = YAML(typ="safe", pure=True)  # YAML 1.2: 3e-4 is a number, as for kubectl
+    try:
+        documents = [item for item in yaml.load_all(path.read_text()) if item is not None]
+    except OSError as fault:
+        raise invalid([f"MANIFEST: {path} can't be read: {fault.strerror}"]) from fault
+    except UnicodeDecodeError as fault:
+        raise invalid([f"MANIFEST: {path} is not UTF-8 text ({fault.reason})"]) from fault
+    except MarkedYAMLError as fault:
+        mark = fault.problem_mark or fault.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "unknown line"
+        what = " ".join(str(fault.problem or fault.context or "not YAML").split())
+        raise invalid([f"{path}, {where}: this is not valid YAML: {what}"]) from fault
+    except YAMLError as fault:
+        raise invalid([f"{path}: this is not valid YAML: {' '.join(str(fault).split())}"]) from fault
+    jobs = [item for item in documents if isinstance(item, Mapping) and item.get("kind") == KIND]
+    if len(documents) > 1 and len(jobs) != 1:
+        raise invalid([f"{path}: holds {len(jobs)} objects of kind {KIND}; give a file with exactly one"])
+    return jobs[0] if len(documents) > 1 else (documents[0] if documents else None)
+
+
+def _metadata(data: Any, problems: list[Problem]) -> tuple[str, str]:
+    if not isinstance(data, Mapping):
+        problems.append(Problem("metadata", data, "must be an object with a name"))
+        return "", ""
+    for key in data:
+        if key not in (*_METADATA, *_MADE_BY_SERVER):
+            problems.append(Problem(f"metadata.{key}", data[key], f"unknown field; known here: {', '.join(_METADATA)}"))
+    name, namespace = data.get("name"), data.get("namespace", "default")
+    for field, value in (("name", name), ("namespace", namespace)):
+        if not isinstance(value, str) or not _NAME.match(value) or len(value) > _NAME_LENGTH:
+            allowed = f"must be lower-case letters, digits, - and ., at most {_NAME_LENGTH}"
+            problems.append(Problem(f"metadata.{field}", value, allowed))
+    return str(name), str(namespace)

@@ -1,0 +1,205 @@
+"""The ranks of one pod: started with torchrun's environment, ended together, reaped, their output passed on."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from crosscloud_trainer.contract import ExitCode
+
+PARENT = "CROSSCLOUD_PARENT_PID"
+ERROR_FILE = "CROSSCLOUD_ERROR_FILE"
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_SECONDS = 20.0  # below Kubernetes' default of 30 for a pod
+_EXPLAIN_SECONDS = 5.0  # how long a rank that lost a peer waits for that peer's own words
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How the ranks ended: the exit code of the first that failed, and its message where it left one."""
+
+    code: int
+    message: str
+    rank: int | None = None
+
+
+def die_with_parent(environ: Mapping[str, str], signal_number: int) -> None:
+    """Have the kernel send `signal_number` to this process once the launcher that started it is gone, however."""
+    parent = environ.get(PARENT)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), signal_number)
+
+
+def leave_message(environ: Mapping[str, str], code: int, message: str) -> None:
+    """Tell the launcher why this rank ends; it may read that even after a SIGKILL of the pod's other ranks."""
+    path = environ.get(ERROR_FILE)
+    if path is not None:
+        Path(path).write_text(json.dumps({"code": code, "message": message}))
+
+
+def exit_code(wait_status: int) -> int:
+    """A process's exit code as a container would show it: 128 + number for a signal."""
+    code = os.waitstatus_to_exitcode(wait_status)
+    return code if code >= 0 else 128 - code
+
+
+def rank_environments(
+    first: int, local: int, world: int, node: int, master: tuple[str, int], environ: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """torchrun's environment for the `local` ranks of one node, whose first one has the number `first`."""
+    threads = environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // local)))
+    return [
+        {
+            **environ,
+            "RANK": str(first + number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(local),
+            "GROUP_RANK": str(node),
+            "MASTER_ADDR": master[0],
+            "MASTER_PORT": str(master[1]),
+            "OMP_NUM_THREADS": threads,
+            "PYTHONUNBUFFERED": "1",
+            PARENT: str(os.getpid()),
+        }
+        for number in range(local)
+    ]
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, cut by the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    quota = _cpu_quota()
+    return max(1, min(cores, int(quota))) if quota else cores
+
+
+def _cpu_quota() -> float | None:
+    unified = Path("/sys/fs/cgroup/cpu.max")
+    if unified.exists():
+        limit, period = unified.read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    legacy = Path("/sys/fs/cgroup/cpu")
+    try:
+        limit_us = int((legacy / "cpu.cfs_quota_us").read_text())
+        return limit_us / int((legacy / "cpu.cfs_period_us").read_text()) if limit_us > 0 else None
+    except (OSError, ValueError):
+        return None
+
+
+class RankGroup:
+    """The running ranks of a pod. One thread calls it."""
+
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], out: IO[str]) -> None:
+        """Starts one process for each environment; `out` gets their lines."""
+        self._out = out
+        self._lock = threading.Lock()
+        self._alive: dict[int, int] = {}  # process id -> rank
+        self._errors: dict[int, Path] = {}
+        self._pumps: list[threading.Thread] = []
+        for environment in environments:
+            self._start(command, environment)
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        rank = int(environment["RANK"])
+        process = subprocess.Popen(
+            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        process.returncode = 0  # `_reap` waits for all children; Popen must not do it a second time
+        self._alive[process.pid] = rank
+        self._errors[rank] = Path(environment[ERROR_FILE])
+        pump = threading.Thread(target=self._pump, args=(rank, process.stdout), daemon=True)
+        pump.start()
+        self._pumps.append(pump)
+
+    def _pump(self, rank: int, pipe: IO[bytes]) -> None:
+        for line in pipe:
+            with self._lock:
+                self._out.write(f"[rank {rank}] {line.decode(errors='replace').rstrip()}\n")
+                self._out.flush()
+
+    def wait(self, stopped: Callable[[], bool], tick: Callable[[], None]) -> RankExit:
+        """Wait until all ranks have ended. `stopped` says that SIGTERM came; `tick` is called now and then."""
+        ended: dict[int, int] = {}
+        lost_since: float | None = None
+        while self._alive:
+            ended.update(self._reap())
+            failed = {rank: code for rank, code in ended.items() if code != 0}
+            if stopped():
+                self._end_all()
+                break
+            if failed:
+                lost_since = lost_since or time.monotonic()
+                explained = any(code != ExitCode.PEER_LOST for code in failed.values())
+                if explained or time.monotonic() - lost_since > _EXPLAIN_SECONDS:
+                    self._end_all()
+                    break
+            tick()
+            time.sleep(_POLL_SECONDS)
+        for pump in self._pumps:
+            pump.join(timeout=5)
+        return self._verdict(ended, stopped())
+
+    def _verdict(self, ended: Mapping[int, int], stopped: bool) -> RankExit:
+        failed = [(rank, code) for rank, code in ended.items() if code != 0]
+        if not failed:
+            if stopped:
+                return RankExit(ExitCode.TERMINATED, "ended by SIGTERM")
+            return RankExit(ExitCode.SUCCEEDED, "")
+        # a rank that only lost a peer isn't the cause while another one says what happened
+        failed.sort(key=lambda item: item[1] == ExitCode.PEER_LOST)
+        rank, code = failed[0]
+        return RankExit(code, self._message(rank, code), rank)
+
+    def _message(self, rank: int, code: int) -> str:
+        try:
+            left = json.loads(self._errors[rank].read_text())
+            return f"rank {rank}: {left['message']}"
+        except (OSError, ValueError, KeyError):
+            if code > 128:
+                name = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else str(code - 128)
+                return f"rank {rank} was killed by {name}"
+            return f"rank {rank} ended with exit code {code}"
+
+    def _reap(self) -> dict[int, int]:
+        """Exit codes of ranks that ended. Orphans are reaped too, since in a container this process is PID 1."""
+        found = {}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if pid in self._alive:
+                found[self._alive.pop(pid)] = exit_code(status)
+        return found
+
+    def _end_all(self) -> None:
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while self._alive and time.monotonic() < deadline:
+            self._reap()
+            time.sleep(_POLL_SECONDS)
+        self._signal(signal.SIGKILL)
+        while self._alive:
+            self._reap()
+            time.sleep(_POLL_SECONDS)
+
+    def _signal(self, number: int) -> None:
+        for pid in self._alive:
+            os.kill(pid, number)

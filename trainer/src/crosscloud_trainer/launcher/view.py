@@ -1,0 +1,122 @@
+"""A local run as its display sees it: the newest report of each replica, and what follows from all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosscloud_trainer.contract import Activity, Progress, Report
+from crosscloud_trainer.launcher.manifest import Manifest
+
+_CURVE_POINTS = 400
+
+
+class View:
+    """Mutable; one thread uses it."""
+
+    def __init__(self, manifest: Manifest, logs: Path) -> None:
+        self.manifest, self.logs = manifest, logs
+        self.attempt = 0
+        self.reports: dict[int, Report] = {}
+        self.curve: list[tuple[int, float]] = []  # (step, loss), mean over the replicas that report
+        self._digests: dict[int, dict[int, str]] = {}
+
+    @property
+    def replicas(self) -> range:
+        return range(self.manifest.spec.replicas)
+
+    def next_attempt(self) -> None:
+        self.attempt += 1
+        self.reports.clear()
+        self.curve.clear()
+        self._digests.clear()
+
+    def see(self, replica: int, report: Report | None) -> None:
+        """Take a report in; an old one changes nothing."""
+        before = self.reports.get(replica)
+        if report is None or report.attempt != self.attempt or (before and before.rank >= report.rank):
+            return
+        self.reports[replica] = report
+        progress = report.progress
+        if progress.digest is not None:
+            self._digests.setdefault(progress.round, {})[replica] = progress.digest
+        losses = [item.progress.loss for item in self.reports.values() if item.progress.loss is not None]
+        if losses and (not self.curve or progress.step > self.curve[-1][0]):
+            self.curve.append((progress.step, sum(losses) / len(losses)))
+            if len(self.curve) > _CURVE_POINTS:  # halve the resolution, keep the whole run
+                del self.curve[1:-1:2]
+
+    def progress(self, replica: int) -> Progress | None:
+        report = self.reports.get(replica)
+        return report.progress if report else None
+
+    def activity(self, replica: int) -> Activity:
+        report = self.reports.get(replica)
+        return report.activity if report else Activity.STARTING
+
+    def agreement(self) -> tuple[int, bool] | None:
+        """(round, digests equal) of the last round that all replicas have told of."""
+        whole = [number for number, seen in self._digests.items() if len(seen) == len(self.replicas)]
+        if not whole or len(self.replicas) == 1:
+            return None
+        number = max(whole)
+        return number, len(set(self._digests[number].values())) == 1
+
+    def wan(self) -> tuple[int, int]:
+        """Bytes that all replicas have sent over links, and what dense fp32 would have."""
+        parts = [report.progress for report in self.reports.values()]
+        return sum(part.wan_bytes_sent for part in parts), sum(part.dense_bytes for part in parts) // 2
+
+    def tokens_per_second(self) -> float:
+        return sum(report.progress.tokens_per_second for report in self.reports.values())
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished run came to. Losses are means over the replicas."""
+
+    name: str
+    attempts: int
+    steps: int
+    tokens: int
+    first_loss: float | None
+    last_loss: float | None
+    validation_loss: float | None
+    wan_bytes: int
+    dense_bytes: int
+    rounds: int
+    digests_equal: bool | None
+    result: str | None
+    checkpoint: str | None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times fewer bytes than dense fp32; None where nothing crossed."""
+        return self.dense_bytes / self.wan_bytes if self.wan_bytes else None
+
+    @classmethod
+    def of(cls, view: View) -> Summary:
+        parts = [view.reports[replica].progress for replica in view.replicas if replica in view.reports]
+        wan, dense = view.wan()
+        agreement = view.agreement()
+        completion = view.reports[0].completion if 0 in view.reports else None
+        return cls(
+            name=view.manifest.name,
+            attempts=view.attempt,
+            steps=max((part.step for part in parts), default=0),
+            tokens=sum(part.tokens for part in parts),
+            first_loss=_mean([part.first_loss for part in parts]),
+            last_loss=_mean([part.loss for part in parts]),
+            validation_loss=_mean([part.validation_loss for part in parts]),
+            wan_bytes=wan,
+            dense_bytes=dense,
+            rounds=max((part.round for part in parts), default=0),
+            digests_equal=agreement[1] if agreement else None,
+            result=completion.result_uri if completion else None,
+            checkpoint=completion.checkpoint_uri if completion else None,
+        )
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,101 @@
+"""Prometheus metrics of one replica, served by its rank 0. Names have one prefix and base units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from crosscloud_trainer.contract import RunDocument
+from crosscloud_trainer.journal import Journal
+
+PREFIX = "crosscloud_trainer_"
+
+
+class RunCollector(Collector):
+    """Turns a journal into metric families at each scrape. Labels `training_job` and `replica` are on all of them."""
+
+    def __init__(self, journal: Journal, run: RunDocument, replica: int) -> None:
+        self._journal = journal
+        self._own = [run.job.name, str(replica)]
+        incarnation = run.replica(replica).incarnation
+        self._info = {"version": package_version(), "attempt": str(run.attempt), "incarnation": str(incarnation)}
+
+    def collect(self) -> Iterator[Metric]:
+        info = InfoMetricFamily(
+            PREFIX.rstrip("_"), "Version and place of this replica", labels=["training_job", "replica"]
+        )
+        info.add_metric(self._own, self._info)
+        yield info
+        yield from self._gauges()
+        yield from self._counters()
+
+    def _gauges(self) -> Iterator[Metric]:
+        progress = self._journal.progress
+        for name, text, value in (
+            ("loss", "Training loss of the last step, mean over the ranks", progress.loss),
+            ("validation_loss", "Loss of the last evaluation", progress.validation_loss),
+            ("step", "Inner steps done", progress.step),
+            ("steps", "Inner steps planned", progress.total_steps),
+            ("round", "Rounds done", progress.round),
+            ("tokens_per_second", "Tokens trained per second, mean over the last steps", progress.tokens_per_second),
+        ):
+            if value is not None:
+                yield self._gauge(name, text, value)
+
+    def _counters(self) -> Iterator[Metric]:
+        journal, progress = self._journal, self._journal.progress
+        yield self._counter("tokens", "Tokens trained", progress.tokens)
+        yield self._counter("skipped_steps", "Steps skipped for gradients that were not finite", progress.skipped_steps)
+        yield self._counter(
+            "dense_bytes", "What fp32 all-reduce at every step would have sent and received", progress.dense_bytes
+        )
+        yield self._counter("digest_mismatches", "Rounds in which outer states differed", journal.digest_mismatches)
+        seconds = self._labelled("seconds", "Time by activity", "activity")
+        for activity, value in journal.seconds.items():
+            seconds.add_metric([*self._own, activity], max(0.0, value))
+        yield seconds
+        refusals = self._labelled("link_refusals", "Connections refused, by reason", "reason")
+        for reason, count in journal.refusals.items():
+            refusals.add_metric([*self._own, reason], count)
+        yield refusals
+        sent = self._labelled("wan_sent_bytes", "Bytes sent over the link", "peer", "kind")
+        received = self._labelled("wan_received_bytes", "Bytes received over the link", "peer", "kind")
+        for peer, wan in journal.wan.items():
+            for kind, count in wan.sent.items():
+                sent.add_metric([*self._own, str(peer), kind], count)
+            for kind, count in wan.received.items():
+                received.add_metric([*self._own, str(peer), kind], count)
+        yield sent
+        yield received
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["training_job", "replica"])
+        family.add_metric(self._own, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = self._labelled(name, text)
+        family.add_metric(self._own, value)
+        return family
+
+    def _labelled(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(PREFIX + name, text, labels=["training_job", "replica", *labels])
+
+
+def serve(journal: Journal, run: RunDocument, replica: int, port: int) -> None:
+    """Serve /metrics on `port` until the process ends. Raises OSError where the port is taken."""
+    registry = CollectorRegistry()
+    registry.register(RunCollector(journal, run, replica))
+    start_http_server(port, registry=registry)
+
+
+def package_version() -> str:
+    """Version of the installed trainer; "source" where it runs from a checkout that isn't installed."""
+    try:
+        return version("crosscloud-trainer")
+    except PackageNotFoundError:
+        return "source"

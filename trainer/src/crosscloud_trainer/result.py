@@ -1,0 +1,48 @@
+"""The end of a job: a normal `transformers` folder, made from the outer weights in the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from crosscloud_trainer.data.tokenizer import byte_tokenizer
+from crosscloud_trainer.data.tokens import BOS_ID, EOS_ID, PAD_ID
+from crosscloud_trainer.storage import Storage
+
+FOLDER = "result"
+PROVENANCE = "crosscloud.json"
+
+
+def fill(model: PreTrainedModel, parts: Mapping[tuple[str, int], torch.Tensor]) -> None:
+    """Put flat parts of parameters, by (name, first element), into `model`; ValueError unless they cover all of it."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing = sum(parameter.numel() for parameter in model.parameters())
+    with torch.no_grad():
+        for (name, start), values in parts.items():
+            parameters[name].view(-1)[start : start + values.numel()].copy_(values)
+            missing -= values.numel()
+    if missing:
+        raise ValueError(f"{missing} elements of the model have no value")
+
+
+def write_result(storage: Storage, model: PreTrainedModel, provenance: Mapping[str, Any]) -> str:
+    """Store model, generation settings and tokenizer below `result/`; returns the folder's address."""
+    model.config.use_cache = True
+    model.generation_config = GenerationConfig(
+        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=True, temperature=0.8, top_k=40
+    )
+    with tempfile.TemporaryDirectory(prefix="crosscloud-result-") as name:
+        folder = Path(name)
+        model.save_pretrained(folder)
+        byte_tokenizer(model.config).save_pretrained(folder)
+        (folder / PROVENANCE).write_text(json.dumps(provenance, indent=1, sort_keys=True))
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                storage.upload(path, f"{FOLDER}/{path.relative_to(folder).as_posix()}")
+    return storage.address(FOLDER)

@@ -1,0 +1,289 @@
+"""One rank's training, from joining its replica to the stored result. Read it from top to bottom.
+
+Every rank of every replica runs this; what only one does is in `if` blocks that say so. It ends with an ExitCode, and
+where it fails leaves one message for its launcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from crosscloud_trainer import checkpoint, engine, metrics, result
+from crosscloud_trainer.compress import codec_named
+from crosscloud_trainer.contract import Activity, ExitCode, Precision, Schedule
+from crosscloud_trainer.data.corpus import open_corpus
+from crosscloud_trainer.data.split import Split
+from crosscloud_trainer.diloco import DigestMismatchError, DiLoCo, RoundReport
+from crosscloud_trainer.failures import Failure
+from crosscloud_trainer.group import TorchGroup
+from crosscloud_trainer.journal import Journal
+from crosscloud_trainer.launcher.environment import DATA_FOLDER, DEADLINE, STATUS_FILE
+from crosscloud_trainer.launcher.ranks import die_with_parent, leave_message
+from crosscloud_trainer.link import LinkError
+from crosscloud_trainer.meeting import (
+    Meeting,
+    Place,
+    Watch,
+    count_traffic,
+    first_line,
+    meet_ranks,
+    meet_replicas,
+)
+from crosscloud_trainer.models.presets import build_model
+from crosscloud_trainer.outer import OuterSettings
+from crosscloud_trainer.reporting import Status, StatusFile
+from crosscloud_trainer.schedule import steps_for, warmup_cosine
+from crosscloud_trainer.sizes import wan_bytes
+from crosscloud_trainer.storage import Storage
+from crosscloud_trainer.tasks.causal import CausalTask
+
+log = logging.getLogger("crosscloud_trainer")
+
+BETAS = (0.9, 0.95)  # of AdamW, as language models are trained
+COSINE_FLOOR = 0.1  # of the learning rate, at the end of the schedule
+LOG_SECONDS = 10.0
+
+
+def train(place: Place, environ: Mapping[str, str]) -> None:
+    """The run of this rank."""
+    run, pod = place.attempt.run, place.pod
+    training, sync = run.training, run.sync
+    status = _status_file(place, environ)
+    deadline = float(environ[DEADLINE])
+
+    device = meet_ranks(place, environ, deadline)
+    group = TorchGroup(device)
+
+    corpus = open_corpus(Path(environ[DATA_FOLDER]), training.sequence_length)
+    split = Split(len(corpus.train), len(run.replicas), training.batch_size, training.seed)
+    task = CausalTask(corpus, split, pod.replica, place.rank, place.ranks)
+    steps = steps_for(training.tokens, split.per_step * training.sequence_length)
+
+    model = build_model(training.model, training.sequence_length, training.seed)
+    trained = build_engine(model, place, steps)
+    dense = 2 * wan_bytes("None", [p.elements for p in trained.index.parameters], len(run.replicas))
+    journal = Journal(steps, dense)
+
+    with meet_replicas(place, trained, deadline) as meeting:
+        diloco = DiLoCo(
+            trained.layout,
+            trained.shard,
+            group,
+            meeting.exchange,
+            codec_named(sync.codec.value),
+            inner_steps=sync.inner_steps,
+            settings=OuterSettings(sync.outer_optimizer.learning_rate, sync.outer_optimizer.momentum),
+            error_feedback=sync.error_feedback,
+        )
+        watch = Watch(meeting, journal)
+        if status is not None:
+            status.watch(watch.live)
+            status.update(activity=Activity.TRAINING)
+        if place.first and pod.metrics_port:
+            serve_metrics(place, journal)
+        log.info("training: %d steps of %d tokens", steps, split.per_step * training.sequence_length)
+
+        tokens = training.batch_size // place.ranks * training.sequence_length
+        shown = time.monotonic()
+        for step in range(1, steps + 1):
+            started = time.monotonic()
+            loss = trained(**task.batch(step - 1, device)).loss
+            trained.backward(loss)
+            report = trained.step()
+            assert report is not None  # one micro-batch is one inner step
+            mean = group_mean(float(loss.detach()), 1, device)
+            journal.step(mean, tokens * place.ranks, report.skipped, time.monotonic() - started)
+
+            started = time.monotonic()
+            done = diloco.on_step(tokens, last=step == steps)
+            if done is not None:
+                trained.refresh()
+                tell_round(done, meeting, journal, group, place, time.monotonic() - started)
+
+            if step % training.evaluate_every == 0 or step == steps:
+                evaluate(task, trained, journal, device)
+            if place.first and (time.monotonic() - shown > LOG_SECONDS or step == steps):
+                shown = time.monotonic()
+                log.info(
+                    "step %d of %d: loss %.4f, %.0f tokens/s", step, steps, mean, journal.progress.tokens_per_second
+                )
+
+        if status is not None:
+            status.update(activity=Activity.FINISHING)
+        meeting.settle()
+        count_traffic(meeting, journal, group, place)
+        stored = store(place, trained, diloco, meeting, journal)
+        if status is not None:
+            status.update(**stored)
+            status.close()
+        dist.barrier()
+    engine.close()
+
+
+def build_engine(model: torch.nn.Module, place: Place, steps: int) -> engine.Engine:
+    """DeepSpeed around the model, AdamW with decay on matrices only, and the schedule."""
+    training = place.attempt.run.training
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": training.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=training.learning_rate, betas=BETAS)
+    floor = COSINE_FLOOR if training.schedule is Schedule.COSINE else 1.0
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warmup_cosine(step, training.warmup_steps, steps, floor)
+    )
+    settings = engine.EngineSettings(
+        zero_stage=place.attempt.plan.zero_stage,  # type: ignore[arg-type]  # 1 or 2, by the contract
+        precision="bf16" if training.precision is Precision.BF16 else "fp32",
+        micro_batch_size=training.batch_size // place.ranks,
+        clip_norm=training.gradient_clipping or None,
+    )
+    return engine.build(model, optimizer, settings, schedule)
+
+
+def tell_round(
+    done: RoundReport, meeting: Meeting, journal: Journal, group: TorchGroup, place: Place, seconds: float
+) -> None:
+    """Count a round and say it in the log."""
+    digest = f"{done.digest:016x}"
+    journal.round(done.round, digest, seconds)
+    count_traffic(meeting, journal, group, place)
+    if place.first:
+        word = "applied" if done.applied else "skipped by all"
+        log.info(
+            "round %d %s: digest %s, %.2f s%s",
+            done.round,
+            word,
+            digest,
+            seconds,
+            ", own update refused" if done.refused else "",
+        )
+
+
+def evaluate(task: CausalTask, trained: engine.Engine, journal: Journal, device: torch.device) -> None:
+    """Validation loss over all ranks of the replica. Collective."""
+    total, count = task.evaluate(trained.module, device)
+    mean = group_mean(total, count, device)
+    journal.validation(mean)
+
+
+def group_mean(total: float, count: int, device: torch.device) -> float:
+    """Sum of totals over sum of counts, over the ranks of the replica; NaN where nothing was counted. Collective."""
+    pair = torch.tensor([total, count], dtype=torch.float64, device=device)
+    dist.all_reduce(pair)
+    return float(pair[0] / pair[1])
+
+
+def store(place: Place, trained: engine.Engine, diloco: DiLoCo, meeting: Meeting, journal: Journal) -> dict[str, Any]:
+    """Write this rank's part of the checkpoint; replica 0's first rank adds manifest and result. Collective."""
+    run, pod = place.attempt.run, place.pod
+    storage = Storage(run.storage_uri)
+    where = checkpoint.Place(
+        run.digest(), run.attempt, meeting.exchange.authority.home, journal.progress.step, diloco.round
+    )
+    chunk = checkpoint.write_chunk(storage, where, pod.replica, place.rank, _state(trained, diloco, meeting, place))
+    chunks: list[Any] = [None] * place.ranks
+    dist.all_gather_object(chunks, chunk)
+    if not place.first:
+        return {}
+    checkpoint.write_replica(storage, where, pod.replica, chunks)
+    if pod.replica != place.replicas[0]:
+        return {}
+    state = {"digest": f"{diloco.digest:016x}", "tokens": journal.progress.tokens * len(run.replicas)}
+    path, digest = checkpoint.write_manifest(storage, where, place.replicas, state, log.info)
+    model = build_model(run.training.model, run.training.sequence_length, run.training.seed)
+    result.fill(model, checkpoint.read_section(storage, where, pod.replica, checkpoint.WEIGHTS))
+    provenance = {"job": run.job.name, "uid": run.job.uid, "checkpoint": path, "sha256": digest}
+    address = result.write_result(storage, model, provenance)
+    log.info("stored: checkpoint %s, result %s", storage.address(path), address)
+    return {"result_uri": address, "checkpoint_uri": storage.address(path), "checkpoint_digest": digest}
+
+
+def _state(trained: engine.Engine, diloco: DiLoCo, meeting: Meeting, place: Place) -> dict[str, torch.Tensor]:
+    """All that this rank would need to go on, by canonical place."""
+    index, intervals = trained.index, trained.layout.shards[place.rank]
+    held = trained.layout.holders.held(place.rank)
+    tensors = checkpoint.by_interval(checkpoint.WEIGHTS, index, intervals, diloco.outer.weights)
+    tensors |= checkpoint.by_interval("outer.momentum", index, intervals, diloco.outer.momentum)
+    if diloco.residual.numel():
+        tensors |= checkpoint.by_cell("residual", index, held, diloco.residual)
+    reducer = meeting.reducer
+    if reducer is not None and reducer.residual.numel():
+        tensors |= checkpoint.by_cell("owner.residual", index, reducer.owned, reducer.residual)
+    for interval, state in trained.optimizer_tensors():
+        name = index.parameters[interval.parameter].name
+        tensors |= {f"optimizer.{key}/{name}:{interval.start}": value for key, value in state.items()}
+    return tensors
+
+
+def serve_metrics(place: Place, journal: Journal) -> None:
+    try:
+        metrics.serve(journal, place.attempt.run, place.pod.replica, place.pod.metrics_port)
+    except OSError as fault:
+        message = (
+            f"CROSSCLOUD_METRICS_PORT: port {place.pod.metrics_port} can't be served ({fault.strerror}); 0 serves none"
+        )
+        raise Failure(ExitCode.INVALID_INPUT, message) from fault
+
+
+def _status_file(place: Place, environ: Mapping[str, str]) -> StatusFile | None:
+    if not place.first or STATUS_FILE not in environ:
+        return None
+    return StatusFile(Path(environ[STATUS_FILE]), Status(home=place.attempt.run.home.number), lambda status: status)
+
+
+def explained(fault: Exception) -> Failure:
+    """The exit code and message of a fault: the one table of how a rank can end."""
+    if isinstance(fault, Failure):
+        return fault
+    if isinstance(fault, LinkError):
+        return Failure(fault.exit_code, str(fault))
+    if isinstance(fault, engine.TooManySkippedStepsError):
+        return Failure(ExitCode.NON_FINITE, str(fault))
+    if isinstance(fault, engine.EngineError):
+        return Failure(ExitCode.INVALID_INPUT, str(fault))
+    if isinstance(fault, DigestMismatchError):
+        return Failure(ExitCode.DIVERGED, str(fault))
+    if isinstance(fault, dist.DistError) or (isinstance(fault, RuntimeError) and "gloo" in str(fault).lower()):
+        return Failure(ExitCode.PEER_LOST, f"another rank of this replica has gone: {first_line(fault)}")
+    traceback.print_exception(fault)
+    return Failure(1, f"unexpected {type(fault).__name__}: {first_line(fault)} (traceback in the log)")
+
+
+def main() -> None:
+    environ = os.environ
+    die_with_parent(environ, signal.SIGKILL)
+    logging.basicConfig(stream=sys.stdout, level=logging.WARNING, format="%(message)s")
+    log.setLevel(logging.INFO)
+    warnings.simplefilter("ignore", FutureWarning)  # thousands, from DeepSpeed's use of torch
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    code = 0
+    try:
+        train(Place.read(environ), environ)
+    except Exception as fault:  # noqa: BLE001 - the edge: every end becomes an exit code and a message
+        failure = explained(fault)
+        code = failure.code
+        leave_message(environ, code, str(failure))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of gloo and of a broken link must not hold up or change an end that is decided
+
+
+if __name__ == "__main__":
+    main()
