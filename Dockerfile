@@ -14,24 +14,26 @@ RUN groupadd --gid 65532 crosscloud \
  && useradd --uid 65532 --gid 65532 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin crosscloud
 
 FROM base AS python
-ARG PIP_FIND_LINKS
 ENV PATH=/opt/crosscloud/bin:$PATH \
     PIP_CONSTRAINT=/opt/crosscloud/constraints.txt \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_ROOT_USER_ACTION=ignore \
+    PIP_USE_PEP517=1 \
     PYTHONUNBUFFERED=1
 RUN python3 -m venv /opt/crosscloud
 COPY requirements/constraints.txt /opt/crosscloud/
 WORKDIR /build
 
 FROM python AS wheels
+ARG PIP_FIND_LINKS
 COPY trainer trainer
 COPY operator operator
 RUN pip wheel --no-deps --wheel-dir /wheels ./trainer ./operator
 
 # The dependencies come with packages that are still empty; the wheels of the sources follow in a layer of their own.
 FROM python AS operator
+ARG PIP_FIND_LINKS
 COPY trainer/pyproject.toml trainer/
 COPY operator/pyproject.toml operator/
 RUN mkdir trainer/src operator/src && pip install ./trainer ./operator && rm -r trainer operator
@@ -42,6 +44,7 @@ USER 65532:65532
 ENTRYPOINT ["crosscloud-operator"]
 
 FROM python AS trainer
+ARG PIP_FIND_LINKS
 COPY trainer/pyproject.toml trainer/
 RUN mkdir trainer/src && pip install './trainer[torch]' && rm -r trainer
 COPY --from=wheels /wheels wheels

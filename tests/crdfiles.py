@@ -44,7 +44,7 @@ def properties(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str,
 def install(server: ApiServer) -> None:
     """Apply the CRDs as a user would (client-side apply) and wait until the API server serves them."""
     server.kubectl("apply", "-f", str(CRDS))
-    server.kubectl("wait", "--for=condition=Established", "--timeout=60s", "-f", str(CRDS))
+    server.kubectl("wait", "--for=condition=Established", "--timeout=60s", "--recursive=false", "-f", str(CRDS))
     server.namespace("ml")
 
 

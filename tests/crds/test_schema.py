@@ -121,7 +121,9 @@ def test_client_side_apply_can_carry_the_crd(crd: Path) -> None:
 
 @pytest.mark.parametrize("crd", [JOB_CRD, MEMBER_CRD], ids=lambda crd: crd.stem)
 def test_every_whole_number_says_how_wide_it_is(crd: Path) -> None:
-    found = {path: schema.get("format") for path, schema in properties(schema_of(crd)) if schema.get("type") == "integer"}
+    found = {
+        path: schema.get("format") for path, schema in properties(schema_of(crd)) if schema.get("type") == "integer"
+    }
     assert set(found.values()) <= {"int32", "int64"}, found
 
 
