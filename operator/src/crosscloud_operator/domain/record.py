@@ -1,0 +1,230 @@
+"""What the operator remembers of a job: its status, as frozen values. Nothing else is remembered anywhere.
+
+`read_status` takes what the API server holds, `write_status` gives it back; `merge_diff` is what has to be sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from crosscloud_trainer.contract import dump, read
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition in the standard shape; `status` is True, False or Unknown."""
+
+    type: str
+    status: str
+    reason: str
+    message: str = ""
+    last_transition_time: str | None = None
+    observed_generation: int = 0
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an attempt ended. `counted`: against failurePolicy.attempts; `retryable`: whether another may follow."""
+
+    reason: str
+    message: str
+    counted: bool
+    retryable: bool
+    member: str | None = None
+    pod: str | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at running the job, with the times (RFC 3339) of what can't be undone.
+
+    planned: the plan is fixed; admitted: every pod was accepted, gates are lifted from here on; bound: every pod has
+    its node; ended: `cause` says why; gone: its pods were seen gone by a fresh list.
+    """
+
+    number: int
+    planned_at: str
+    admitted_at: str | None = None
+    bound_at: str | None = None
+    ended_at: str | None = None
+    gone_at: str | None = None
+    retry_at: str | None = None
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True)
+class Home:
+    number: int
+    member: str
+
+
+@dataclass(frozen=True)
+class PlacedNode:
+    name: str
+    gpus: int
+
+
+@dataclass(frozen=True)
+class PlacedStage:
+    """Where one stage of one replica runs."""
+
+    replica: int
+    incarnation: int
+    stage: int
+    member: str
+    pool: str
+    zero_stage: int
+    nodes: tuple[PlacedNode, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a member can't take a stage, in words that a person can act on."""
+
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemberState:
+    """A member in which objects of the job may exist."""
+
+    name: str
+    unreachable_since: str | None = None
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """The last word of one replica."""
+
+    index: int
+    activity: str
+    step: int = 0
+    round: int = 0
+    loss: str | None = None
+    digest: str | None = None
+    waiting_for: tuple[int, ...] = ()
+    waiting_since: str | None = None
+    reported_at: str | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True)
+class ProgressSummary:
+    """Sums over replicas; the step is that of the replica that is least far. Bytes are those sent over the WAN."""
+
+    step: int
+    total_steps: int
+    round: int
+    tokens: int
+    tokens_per_second: int
+    wan_bytes: int
+    dense_bytes: int
+    wan_bytes_per_step: int
+    wan_per_step: str
+    skipped_steps: int
+    loss: str | None = None
+    first_loss: str | None = None
+    validation_loss: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    uri: str | None = None
+    checkpoint_uri: str | None = None
+    checkpoint_digest: str | None = None
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """The status of a CrossCloudTrainingJob."""
+
+    observed_generation: int = 0
+    conditions: tuple[Condition, ...] = ()
+    attempt: Attempt | None = None
+    attempts_counted: int = 0
+    restarts: int = 0
+    replicas: int = 0
+    home: Home | None = None
+    plan: tuple[PlacedStage, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    members: tuple[MemberState, ...] = ()
+    replica_statuses: tuple[ReplicaStatus, ...] = ()
+    progress: ProgressSummary | None = None
+    result: Result | None = None
+    started_at: str | None = None
+    finished_at: str | None = field(default=None)
+
+    def condition(self, kind: str) -> Condition | None:
+        return next((item for item in self.conditions if item.type == kind), None)
+
+    def is_true(self, kind: str) -> bool:
+        found = self.condition(kind)
+        return found is not None and found.status == "True"
+
+    @property
+    def finished(self) -> bool:
+        return self.is_true("Succeeded") or self.is_true("Failed")
+
+    @property
+    def holds_gpus(self) -> bool:
+        """Whether GPUs of the plan are promised to this job: from the plan until its pods are seen gone."""
+        return self.attempt is not None and self.attempt.gone_at is None and not self.finished
+
+
+def read_status(data: Any) -> JobStatus:
+    """Raises InvalidDocument where a person has written something else. Fields of other versions are passed over."""
+    return read(JobStatus, _known(JobStatus, data or {}))
+
+
+def write_status(status: JobStatus) -> dict[str, Any]:
+    """The plain JSON form."""
+    return typing.cast(dict[str, Any], dump(status))
+
+
+def merge_diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch (RFC 7386) that makes `new` of `old`; empty where they are alike."""
+    patch: dict[str, Any] = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            if inner := merge_diff(before, value):
+                patch[key] = inner
+        elif value != before:
+            patch[key] = value
+    return patch
+
+
+def rfc3339(seconds: float) -> str:
+    """Wall-clock seconds as RFC 3339, UTC, whole seconds: the form of metav1.Time."""
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seconds(text: str) -> float:
+    """Inverse of `rfc3339`; takes fractions and other offsets too."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _known(kind: Any, data: Any) -> Any:
+    """`data` without the fields that `kind` doesn't have: an older operator may have to read a newer one's status."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        kind = next(item for item in typing.get_args(kind) if item is not type(None))
+    if dataclasses.is_dataclass(kind) and isinstance(data, Mapping):
+        hints = typing.get_type_hints(kind)
+        names = {_camel(name): hint for name, hint in hints.items()}
+        return {key: _known(names[key], value) for key, value in data.items() if key in names}
+    if typing.get_origin(kind) is tuple and isinstance(data, list):
+        return [_known(typing.get_args(kind)[0], item) for item in data]
+    return data
+
+
+def _camel(name: str) -> str:
+    head, *rest = name.split("_")
+    return head + "".join(part.capitalize() for part in rest)

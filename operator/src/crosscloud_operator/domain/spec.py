@@ -1,0 +1,125 @@
+"""A job as read once from the API server's object into frozen values, with every fault at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from crosscloud_operator.domain.errors import InvalidJob
+from crosscloud_operator.domain.names import TRAINER, JobId
+from crosscloud_operator.domain.placement import Request, StageNeed
+from crosscloud_operator.domain.settings import JobSettings
+from crosscloud_trainer.contract import InvalidDocument, JobSpec, Problem, read
+
+Obj = Mapping[str, Any]
+
+RESERVED = "crosscloud-"  # volumes of ours
+MOUNT_ROOT = "/etc/crosscloud"
+# What the operator itself decides; a podTemplate that sets one of these would break the gang or the contract.
+_OUR_POD_FIELDS = {
+    "restartPolicy": "Never",
+    "schedulingGates": None,
+    "nodeName": None,
+    "hostname": None,
+    "subdomain": None,
+    "setHostnameAsFQDN": None,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that can be run as written."""
+
+    id: JobId
+    generation: int
+    spec: JobSpec
+    template: Obj
+
+    @property
+    def pod_spec(self) -> Obj:
+        return self.template.get("spec") or {}
+
+
+def job_id(obj: Obj, hub: str) -> JobId:
+    meta = obj["metadata"]
+    return JobId(hub, meta["namespace"], meta["name"], meta["uid"])
+
+
+def read_job(obj: Obj, settings: JobSettings) -> Job:
+    """Raises InvalidJob with every fault of spec and podTemplate."""
+    try:
+        spec = read(JobSpec, obj.get("spec") or {}, "spec")
+    except InvalidDocument as fault:
+        raise InvalidJob(fault.problems) from fault
+    template = spec.pod_template or {}
+    if problems := list(_template_problems(template, settings)):
+        raise InvalidJob(problems)
+    return Job(job_id(obj, settings.hub), obj["metadata"].get("generation", 0), spec, template)
+
+
+def request(job: Job, settings: JobSettings) -> Request:
+    """What the planner has to place."""
+    needs = []
+    for replica in range(job.spec.replicas):
+        override = job.spec.override(replica)
+        needs.append(
+            StageNeed(
+                replica=replica,
+                gpus=job.spec.gpus_of(replica),
+                zero_stage=job.spec.zero_stage_of(replica),
+                members=override.members if override else (),
+            )
+        )
+    return Request(
+        namespace=job.id.namespace,
+        stages=tuple(needs),
+        gpu=job.spec.placement.gpu,
+        pod_spec=job.pod_spec,
+        tolerations=tolerations(job.pod_spec, settings),
+    )
+
+
+def tolerations(pod_spec: Obj, settings: JobSettings) -> tuple[Obj, ...]:
+    """The user's, and the one for the taint that GPU nodes usually carry."""
+    ours = {"key": settings.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
+    users = list(pod_spec.get("tolerations") or ())
+    return (*users, ours) if ours not in users else tuple(users)
+
+
+def _template_problems(template: Obj, settings: JobSettings) -> Iterator[Problem]:
+    path = "spec.podTemplate.spec"
+    pod = template.get("spec") or {}
+    if not isinstance(pod, Mapping):
+        yield Problem(path, pod, "must be an object: a pod spec")
+        return
+    for name, allowed in _OUR_POD_FIELDS.items():
+        if name in pod and pod[name] != allowed:
+            yield Problem(f"{path}.{name}", pod[name], "leave it out: the operator sets it")
+    for index, volume in enumerate(pod.get("volumes") or ()):
+        if str(volume.get("name", "")).startswith(RESERVED):
+            yield Problem(f"{path}.volumes[{index}].name", volume["name"], f"must not start with {RESERVED}")
+    for index, container in enumerate(pod.get("containers") or ()):
+        where = f"{path}.containers[{index}]"
+        if not container.get("name"):
+            yield Problem(f"{where}.name", container.get("name"), f"must be given; the trainer's is {TRAINER}")
+        elif container["name"] == TRAINER:
+            yield from _trainer_problems(container, where, settings)
+
+
+def _trainer_problems(container: Obj, where: str, settings: JobSettings) -> Iterator[Problem]:
+    for name in ("command", "args"):
+        if name in container:
+            yield Problem(f"{where}.{name}", container[name], "leave it out: the trainer is started by the operator")
+    for index, item in enumerate(container.get("env") or ()):
+        if str(item.get("name", "")).startswith("CROSSCLOUD_"):
+            yield Problem(f"{where}.env[{index}].name", item["name"], "must not start with CROSSCLOUD_")
+    for index, item in enumerate(container.get("volumeMounts") or ()):
+        at = str(item.get("mountPath", ""))
+        if at == MOUNT_ROOT or at.startswith(f"{MOUNT_ROOT}/"):
+            yield Problem(f"{where}.volumeMounts[{index}].mountPath", at, f"must not lie under {MOUNT_ROOT}")
+    for part in ("requests", "limits"):
+        given = ((container.get("resources") or {}).get(part) or {}).get(settings.gpu_resource)
+        if given is not None:
+            at = f"{where}.resources.{part}[{settings.gpu_resource}]"
+            yield Problem(at, given, "leave it out: it follows from gpusPerStage")

@@ -1,0 +1,200 @@
+"""Carrying out actions: all members at once, one member's in their order. What can't be done comes back as a value."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterable, Sequence
+
+from crosscloud_operator.domain import manifests, names
+from crosscloud_operator.domain.actions import (
+    Action,
+    Ensure,
+    EnsureAuthority,
+    EnsureKeys,
+    Failure,
+    Fault,
+    Lift,
+    Remove,
+)
+from crosscloud_operator.domain.documents import identity
+from crosscloud_operator.domain.names import JobId
+from crosscloud_operator.domain.settings import JobSettings
+from crosscloud_operator.kube.api import (
+    KINDS,
+    POD,
+    SECRET,
+    AlreadyExists,
+    ApiError,
+    Cluster,
+    Conflict,
+    NotFound,
+    Obj,
+    Ref,
+    Refused,
+    World,
+)
+from crosscloud_trainer.pki import CertificateAuthority
+
+HUB = "hub"  # how messages name the hub's own API server
+
+
+async def execute(world: World, job: JobId, actions: Sequence[Action], settings: JobSettings) -> list[Failure]:
+    """Failures in the order of the actions. A member's later actions are left out after its first failure, since they
+    build on the earlier ones; removals go on.
+    """
+    authority = [action for action in actions if isinstance(action, EnsureAuthority)]
+    if authority and (failure := await _ensure_authority(world, job, settings)):
+        return [failure]
+    by_member: dict[str, list[Action]] = {}
+    for action in actions:
+        if not isinstance(action, EnsureAuthority):
+            by_member.setdefault(action.member, []).append(action)
+    results = await asyncio.gather(
+        *(_member(world, job, member, own, settings) for member, own in sorted(by_member.items()))
+    )
+    return [failure for failures in results for failure in failures]
+
+
+async def remove_authority(world: World, job: JobId, settings: JobSettings) -> None:
+    """Delete the job's certificate authority from the hub, if it is there."""
+    ref = Ref(SECRET, names.authority_secret(job.uid), settings.operator_namespace)
+    found = await world.hub.get(ref)
+    if found is not None and names.is_ours(found, job):
+        await world.hub.delete(ref, uid=found["metadata"]["uid"])
+
+
+async def _member(
+    world: World, job: JobId, member: str, actions: Iterable[Action], settings: JobSettings
+) -> list[Failure]:
+    client = world.member(member)
+    if client is None:
+        return [Failure(Fault.UNREACHABLE, member, "API server", "its MemberCluster or credentials can't be used")]
+    failures: list[Failure] = []
+    for action in actions:
+        failure = await _one(world, client, job, member, action, settings)
+        if failure is not None:
+            failures.append(failure)
+            if not isinstance(action, Remove) or failure.fault is Fault.UNREACHABLE:
+                break
+    return failures
+
+
+async def _one(
+    world: World, client: Cluster, job: JobId, member: str, action: Action, settings: JobSettings
+) -> Failure | None:
+    what = _what(action)
+    try:
+        match action:
+            case Ensure():
+                return await _ensure(client, job, member, action.obj, update=action.update)
+            case EnsureKeys():
+                return await _ensure_keys(world, client, job, action, settings)
+            case Lift():
+                await _lift(client, job, action)
+            case Remove():
+                ref = Ref(KINDS[action.kind], action.name, job.namespace)
+                await client.delete(ref, uid=action.uid)
+    except (Conflict, NotFound):
+        # Somebody was faster, or the object has changed: the next look shows what is left to do.
+        return None
+    except Refused as refusal:
+        return Failure(Fault.REFUSED, member, what, refusal.message)
+    except ApiError as fault:
+        return Failure(Fault.UNREACHABLE, member, what, fault.message)
+    return None
+
+
+async def _ensure(client: Cluster, job: JobId, member: str, obj: Obj, *, update: bool = False) -> Failure | None:
+    ref = Ref.of(obj)
+    what = f"{ref.kind.kind} {ref.name}"
+    try:
+        await client.create(obj)
+    except NotFound as fault:
+        return Failure(Fault.REFUSED, member, what, fault.message)  # the namespace has gone
+    except AlreadyExists:
+        existing = await client.get(ref)
+        if existing is None:
+            return Failure(Fault.LEAVING, member, what, "was deleted just now")
+        if names.is_of_earlier_job(existing, job):
+            return Failure(Fault.LEAVING, member, what, "of an earlier job of this name is still being removed")
+        if not names.is_ours(existing, job):
+            message = "exists and isn't ours; remove it, or give the job another name"
+            return Failure(Fault.NAME_CONFLICT, member, what, message)
+        if existing["metadata"].get("deletionTimestamp") or not _same_owner(existing, obj):
+            return Failure(Fault.LEAVING, member, what, "is being deleted")
+        if update and existing.get("data") != obj.get("data"):
+            old = dict.fromkeys(existing.get("data") or {})
+            patch = {"metadata": {"uid": existing["metadata"]["uid"]}, "data": {**old, **(obj.get("data") or {})}}
+            await client.merge_patch(ref, patch)
+    return None
+
+
+def _same_owner(existing: Obj, obj: Obj) -> bool:
+    """Whether both are owned by one anchor: what an anchor that is gone owned will be collected."""
+    owners = [{item["uid"] for item in each["metadata"].get("ownerReferences") or ()} for each in (existing, obj)]
+    return owners[1] <= owners[0]
+
+
+async def _ensure_keys(
+    world: World, client: Cluster, job: JobId, action: EnsureKeys, settings: JobSettings
+) -> Failure | None:
+    """Certificates are random, so they are issued only where the attempt's Secret is missing."""
+    found = await client.get(Ref(SECRET, names.keys_secret(job.name, action.attempt), job.namespace))
+    wanted = {"metadata": {"ownerReferences": [manifests.owner(job, action.anchor_uid)]}}
+    if found is not None and names.is_ours(found, job) and _same_owner(found, wanted):
+        return None
+    authority = await _authority(world, job, settings)
+    keys = {}
+    for pod in action.pods:
+        issued = authority.issue(identity(job.uid, pod.id))
+        keys[pod] = manifests.PodKeys(issued.certificate, issued.key)
+    obj = manifests.keys_secret(job, action.anchor_uid, action.attempt, authority.certificate, keys)
+    return await _ensure(client, job, action.member, obj)
+
+
+async def _ensure_authority(world: World, job: JobId, settings: JobSettings) -> Failure | None:
+    ref = Ref(SECRET, names.authority_secret(job.uid), settings.operator_namespace)
+    what = f"Secret {ref.namespace}/{ref.name}"
+    try:
+        if await world.hub.get(ref) is None:
+            made = CertificateAuthority.create(job.uid)
+            obj = manifests.authority_secret(job, settings.operator_namespace, made.certificate, made.key)
+            await world.hub.create(obj)
+    except AlreadyExists:
+        return None
+    except (Refused, NotFound) as refusal:
+        return Failure(Fault.REFUSED, HUB, what, refusal.message)
+    return None
+
+
+async def _authority(world: World, job: JobId, settings: JobSettings) -> CertificateAuthority:
+    ref = Ref(SECRET, names.authority_secret(job.uid), settings.operator_namespace)
+    found = await world.hub.get(ref)
+    if found is None:
+        raise Conflict(f"Secret {ref.name} has gone")
+    data = {key: base64.b64decode(value) for key, value in found["data"].items()}
+    return CertificateAuthority.load(data["tls.crt"], data["tls.key"])
+
+
+async def _lift(client: Cluster, job: JobId, action: Lift) -> None:
+    gate = f"/spec/schedulingGates/{action.gate}"
+    operations = [
+        {"op": "test", "path": "/metadata/uid", "value": action.uid},
+        {"op": "test", "path": f"{gate}/name", "value": names.GATE},
+        {"op": "remove", "path": gate},
+    ]
+    await client.json_patch(Ref(POD, action.pod, job.namespace), operations)
+
+
+def _what(action: Action) -> str:
+    match action:
+        case Ensure():
+            return f"{action.obj['kind']} {action.obj['metadata']['name']}"
+        case EnsureKeys():
+            return "Secret with keys"
+        case Lift():
+            return f"Pod {action.pod}"
+        case Remove():
+            return f"{action.kind} {action.name}"
+    return "Secret of the authority"
