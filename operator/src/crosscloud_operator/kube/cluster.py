@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -62,7 +62,7 @@ class HttpCluster:
         return self._access
 
     async def replace(self, access: Access) -> None:
-        """From now on use other credentials; connections made with the old ones are cut, watches resume by themselves."""
+        """From now on use other credentials. Connections made with the old ones are cut; watches go on by new ones."""
         if access != self._access:
             self._access = access
             self._quiet_until = 0.0
@@ -172,7 +172,7 @@ class HttpCluster:
         selector: str | None = None,
         seconds: float,
         inactivity: float,
-    ) -> AsyncIterator[tuple[str, Obj]]:
+    ) -> AsyncGenerator[tuple[str, Obj], None]:
         """Changes since `version`: (OPENED, {}) once, then (ADDED | MODIFIED | DELETED | BOOKMARK, object).
 
         Ends after `seconds` by the server's clock. Raises Expired (the answer or an event says 410), and Unreachable

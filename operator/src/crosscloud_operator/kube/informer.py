@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from crosscloud_operator.kube.answers import Expired
-from crosscloud_operator.kube.api import ApiError, Kind, Obj
+from crosscloud_operator.kube.api import ApiError, Kind, Obj, Unreachable
 from crosscloud_operator.kube.backoff import Backoff
 from crosscloud_operator.kube.cluster import HttpCluster
 
@@ -100,6 +100,11 @@ class Informer:
                 log.debug("%s: watch of %s expired: %s", self._cluster.name, self.kind.plural, fault.message)
             except ApiError as fault:
                 self._lose(fault)
+            except (KeyError, TypeError, AttributeError, ValueError) as fault:
+                # A server that sends nonsense ends no task of ours, and is believed nothing until it lists anew.
+                log.error("%s: %s that can't be read", self._cluster.name, self.kind.plural, exc_info=fault)  # noqa: TRY400
+                self._version = ""
+                self._lose(Unreachable(f"{self.kind.plural} that can't be read: {fault!r}", reason="Unreadable"))
             if time.monotonic() - began >= self._times.settled:
                 pause.reset()
             await asyncio.sleep(pause.next())
@@ -112,7 +117,9 @@ class Informer:
         before = self._objects
         self._objects = {_key(item): self._project(item) for item in items}
         self._version = version
-        self._synced = True
+        if not self._synced:
+            self._synced = True
+            self._contact_changed()
         for key in before.keys() - self._objects.keys():
             self._changed(before[key], None)
         for key, obj in self._objects.items():

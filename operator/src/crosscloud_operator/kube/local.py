@@ -1,0 +1,78 @@
+"""Access as the person or pod that runs us has it: a service account's files, or the user's own kubeconfig.
+
+Here, and only here, programs may be run and files be read, since they are the user's own (the client library does it).
+Members' kubeconfigs never come this way: see kubeconfig.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kubernetes import config
+from kubernetes.client import Configuration
+from kubernetes.config.config_exception import ConfigException
+
+from crosscloud_operator.kube.access import Access
+
+
+class NoAccess(Exception):
+    """No usable credentials; the message says what was looked at and what to do."""
+
+
+def in_cluster() -> Access:
+    """The pod's service account, its token read anew (it rotates)."""
+    found = Configuration()
+    try:
+        config.load_incluster_config(client_configuration=found)
+    except ConfigException as fault:
+        raise NoAccess(f"no service account in this pod: {fault}") from fault
+    return _access(found, "the service account")
+
+
+def user_kubeconfig(path: str | None, context: str | None = None) -> Access:
+    """A user's kubeconfig (default: $KUBECONFIG, then ~/.kube/config) at one of its contexts (default: the current)."""
+    name = path or os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    if not any(Path(part).expanduser().is_file() for part in name.split(os.pathsep)):
+        raise NoAccess(f"kubeconfig: there is no file {name!r}; name one, or set KUBECONFIG")
+    found = Configuration()
+    try:
+        config.load_kube_config(name, context, found, persist_config=False)
+    except ConfigException as fault:
+        raise NoAccess(f"kubeconfig {name!r}: {_words(fault)}") from fault
+    except Exception as fault:  # the library lets anything out: YAML, base64, OS and type errors
+        raise NoAccess(f"kubeconfig {name!r}: can't be read: {_words(fault)}") from fault
+    return _access(found, f"kubeconfig {name!r}")
+
+
+def is_in_cluster(environ: Mapping[str, str]) -> bool:
+    return bool(environ.get("KUBERNETES_SERVICE_HOST"))
+
+
+def _access(found: Any, what: str) -> Access:
+    if not str(found.host).startswith("https://"):
+        raise NoAccess(f"{what}: server: found {found.host!r}; must be an https:// address")
+    if not found.verify_ssl:
+        raise NoAccess(f"{what}: insecure-skip-tls-verify: not allowed; give the server's certificate authority")
+    if getattr(found, "proxy", None):
+        raise NoAccess(f"{what}: proxy-url: proxies are not used; give an address that is reached directly")
+    word = next((str(value) for value in found.api_key.values() if value), "")
+    token = word.split(" ", 1)[-1].strip() or None
+    return Access(
+        server=found.host.rstrip("/"),
+        ca=_content(found.ssl_ca_cert),
+        token=token,
+        certificate=_content(found.cert_file),
+        key=_content(found.key_file),
+        tls_server_name=getattr(found, "tls_server_name", None) or None,
+    )
+
+
+def _content(path: Any) -> str | None:
+    return Path(path).read_text() if path else None
+
+
+def _words(fault: BaseException) -> str:
+    return " ".join(str(fault).split()) or type(fault).__name__
