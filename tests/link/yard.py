@@ -93,7 +93,7 @@ class Yard:
                 server_name=self.identity(replica, incarnation=self.incarnations[replica]).server_name,
                 direct="127.0.0.1",
                 link_port=port,
-                gateway=f"127.0.0.1:{self.gateways.get(replica, port)}",
+                gateway=f"127.0.0.1:{self.gateways[replica]}" if replica in self.gateways else None,
             )
             for replica, port in self.ports.items()
         )

@@ -1,7 +1,7 @@
 """Mutual TLS connections between ranks of different replicas, and the reliable, bounded streams on them."""
 
 from crosscloud_trainer.link.channel import LinkSettings
-from crosscloud_trainer.link.errors import Disagreement, Fenced, LinkClosed, LinkError, LinkUnusable
+from crosscloud_trainer.link.errors import Disagreement, Fenced, LinkClosed, LinkError, LinkUnusable, PeersMissing
 from crosscloud_trainer.link.frames import Message, MessageType
 from crosscloud_trainer.link.handshake import Authority, RankId
 from crosscloud_trainer.link.link import Event, Link, Obeyed, PeerState, Received, Restarted
@@ -22,6 +22,7 @@ __all__ = [
     "Obeyed",
     "PeerState",
     "PeerTraffic",
+    "PeersMissing",
     "RankId",
     "Received",
     "Restarted",

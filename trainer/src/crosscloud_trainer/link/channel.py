@@ -19,7 +19,8 @@ class LinkSettings:
     """Times in seconds, sizes in bytes.
 
     A peer that is not heard for `dead_after` is dialled anew, for ever, after a pause that doubles from `backoff` to
-    `backoff_cap`. `outbox` is what may wait for one peer before `send` blocks; `max_message` is the largest body.
+    `backoff_cap`. `outbox` is what may wait for one peer before `send` blocks; `max_message` is the largest
+    message until the link is told of larger ones.
     """
 
     heartbeat: float = 2.0
@@ -29,7 +30,7 @@ class LinkSettings:
     backoff_cap: float = 5.0
     max_handshakes: int = 128  # unfinished ones at a time
     outbox: int = 256 * 2**20
-    max_message: int = 2**30
+    max_message: int = 64 * 2**20
     acknowledge_every: int = 4 * 2**20
 
 

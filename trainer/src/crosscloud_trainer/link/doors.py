@@ -241,7 +241,7 @@ class Doors:
         self._host.obey(hello.authority)
 
     async def _say(self, channel: Channel, wire: Wire) -> None:
-        body = self._host.me.hello(self._host.authority, channel.session.greeting())
+        body = self._host.me.hello(channel.peer, self._host.authority, channel.session.greeting())
         channel.traffic.sent[OVERHEAD] += FRAME.size + len(body)
         await wire.write(FrameHeader(FrameType.HELLO, 0, len(body), 0, 0).pack() + body)
 

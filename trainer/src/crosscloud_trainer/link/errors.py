@@ -4,6 +4,7 @@
     ├── LinkUnusable     certificate, peer table or port of our own can't be used
     ├── Fenced           a newer attempt or incarnation exists
     ├── Disagreement     another pod runs with something unlike that must be alike
+    ├── PeersMissing     other pods were not met in time
     └── LinkClosed       used after close()
 
 A connection that breaks is none of these: it is made again.
@@ -28,6 +29,10 @@ class Fenced(LinkError):
 
 class Disagreement(LinkError):
     exit_code = ExitCode.INVALID_INPUT
+
+
+class PeersMissing(LinkError):
+    exit_code = ExitCode.PEERS_MISSING
 
 
 class LinkClosed(LinkError):

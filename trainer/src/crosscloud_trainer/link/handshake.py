@@ -66,7 +66,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of each side. Session numbers are 64 bits, in decimal."""
+    """The first message of each side. `to` is the rank that is meant: a gateway may lead to another one."""
 
     protocol: int = rule(minimum=1)
     job: str = rule(max_length=63)
@@ -76,6 +76,7 @@ class Hello:
     node: int = rule(minimum=0)
     local_rank: int = rule(minimum=0)
     incarnation: int = rule(minimum=1)
+    to: str = rule(max_length=200)
     home: int = rule(minimum=1, maximum=_U64)
     term: int = rule(minimum=0, maximum=_U64)
     view: int = rule(minimum=0, maximum=_U64)
@@ -109,7 +110,7 @@ class Self:
     def rank(self) -> RankId:
         return RankId(self.pod.replica, self.pod.stage, self.pod.node, self.local)
 
-    def hello(self, authority: Authority, greeting: Greeting) -> bytes:
+    def hello(self, to: RankId, authority: Authority, greeting: Greeting) -> bytes:
         hello = Hello(
             protocol=PROTOCOL_VERSION,
             job=self.pod.job_uid,
@@ -119,6 +120,7 @@ class Self:
             node=self.pod.node,
             local_rank=self.local,
             incarnation=self.pod.incarnation,
+            to=str(to),
             home=authority.home,
             term=authority.term,
             view=authority.view,
@@ -171,6 +173,8 @@ def judge(hello: Hello, certified: PodIdentity, me: Self, incarnation: int | Non
     said = PodIdentity(hello.job, hello.attempt, hello.replica, hello.stage, hello.node, hello.incarnation)
     if said != certified:
         return Refusal(Reason.IDENTITY, f"the peer says {said.uri}, its certificate says {certified.uri}")
+    if hello.to != str(me.rank):
+        return Refusal(Reason.IDENTITY, f"{hello.rank} wants {hello.to}, this is {me.rank}")
     if incarnation is None:
         return Refusal(Reason.IDENTITY, f"{hello.rank} is not in the peer table")
     if hello.incarnation < incarnation:

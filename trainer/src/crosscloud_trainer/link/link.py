@@ -18,10 +18,10 @@ from crosscloud_trainer.link.addresses import Addresses
 from crosscloud_trainer.link.channel import Channel, LinkSettings
 from crosscloud_trainer.link.doors import Doors
 from crosscloud_trainer.link.errors import FrameError, LinkClosed, LinkError, LinkUnusable
-from crosscloud_trainer.link.frames import Message
+from crosscloud_trainer.link.frames import MAX_HEAD_BYTES, Message
 from crosscloud_trainer.link.handshake import Authority, RankId, Self
 from crosscloud_trainer.link.refusals import Refusals
-from crosscloud_trainer.link.session import Session
+from crosscloud_trainer.link.session import MessageLimit, Session
 from crosscloud_trainer.link.traffic import PeerTraffic
 from crosscloud_trainer.link.wire import TlsFiles
 
@@ -81,6 +81,7 @@ class Link:
         files = TlsFiles(tls)
         self.me = Self(files.identity, local_rank, dict(agreement))
         self.settings = settings or LinkSettings()
+        self._limit = MessageLimit(self.settings.max_message)
         self._addresses = Addresses(peers, files.identity)
         self._authority = authority
         self._refusals = Refusals()
@@ -138,6 +139,10 @@ class Link:
 
     # talking
 
+    def allow(self, message_bytes: int) -> None:
+        """Raises the limit for messages of either direction, once it is known how large they can be."""
+        self._limit.bytes = max(self._limit.bytes, message_bytes + MAX_HEAD_BYTES)
+
     def connect(self, peer: RankId) -> None:
         """Begins to connect, for ever if need be, if it is on us to dial; returns at once."""
         self._check()
@@ -149,8 +154,8 @@ class Link:
         The body is not copied: it must stay as it is. Raises TimeoutError, and ValueError for a body that is too large.
         """
         size = len(message.head) + memoryview(message.body).nbytes
-        if size > self.settings.max_message:
-            raise ValueError(f"a {message.type.name} message has {size} bytes; {self.settings.max_message} at most")
+        if size > self._limit.bytes:
+            raise ValueError(f"a {message.type.name} message has {size} bytes; {self._limit.bytes} at most")
         with self._changed:
             self._wait(lambda: self._pending(peer) < self.settings.outbox, seconds)
             self._handed[peer] = self._handed.get(peer, 0) + size
@@ -243,7 +248,7 @@ class Link:
     def channel(self, peer: RankId) -> Channel:
         """The channel to a peer, made if there is none yet."""
         if peer not in self._channels:
-            session = Session(secrets.randbits(63) + 1, self.settings.max_message)
+            session = Session(secrets.randbits(63) + 1, self._limit)
             self._channels[peer] = Channel(peer, session, self.settings, self._deliver, self._check_room, self._notify)
         return self._channels[peer]
 
@@ -269,7 +274,7 @@ class Link:
 
     def _check_room(self, peer: RankId) -> None:
         unread = self._unread.get(peer, 0)
-        if unread > 4 * self.settings.max_message:
+        if unread > 4 * self._limit.bytes:
             raise FrameError("oversize", f"{unread} bytes of {peer} wait to be read; a round has less")
 
     def _notify(self) -> None:

@@ -64,12 +64,19 @@ class _Assembly:
         self.filled += len(part)
 
 
+@dataclass
+class MessageLimit:
+    """The largest body of a message, shared by all sessions of a link. A round's size is known late."""
+
+    bytes: int
+
+
 class Session:
     """`number` must be random and not 0. Not safe for several threads."""
 
-    def __init__(self, number: int, max_message_bytes: int) -> None:
+    def __init__(self, number: int, limit: MessageLimit) -> None:
         self.number = number
-        self.max_message_bytes = max_message_bytes
+        self._limit = limit
         self.peer_number = 0
         self.received = 0  # frames of the other that are here
         self.duplicates = 0
@@ -158,7 +165,7 @@ class Session:
             raise FrameError("garbage", f"frame {header.sequence} starts or continues a message out of turn")
         assembly = self._assembly
         if assembly is None:
-            kind, head, total, part = parse_message(body, self.max_message_bytes)
+            kind, head, total, part = parse_message(body, self._limit.bytes)
             assembly = _Assembly(kind, head, total)
             assembly.add(part)
         else:
