@@ -1,0 +1,86 @@
+"""Gangs on real clusters: all or nothing, nothing promised twice, nothing made for a job that is being deleted."""
+
+from __future__ import annotations
+
+import pytest
+from cloud import Cloud, tiny_job, wait_for
+
+
+def states(cloud: Cloud, prefix: str) -> dict[str, str]:
+    jobs = [job for job in cloud.get("hub", "cctj") if job["metadata"]["name"].startswith(prefix)]
+    reason = {}
+    for job in jobs:
+        conditions = job.get("status", {}).get("conditions", [])
+        reason[job["metadata"]["name"]] = next((c["reason"] for c in conditions if c["type"] == "Running"), "")
+    return reason
+
+
+def test_six_jobs_at_once_never_share_a_gpu_and_all_finish(cloud: Cloud) -> None:
+    names = [f"burst-{number}" for number in range(6)]
+    cloud.apply("hub", *(tiny_job(name, gpus=4) for name in names))
+    most = 0
+    waiting_reasons: set[str] = set()
+
+    def look() -> bool:
+        nonlocal most
+        pods = [pod for name in ("east", "west") for pod in cloud.get(name, "pods", "-l", "crosscloud.dev/replica")]
+        live = [pod for pod in pods if pod["status"]["phase"] in ("Pending", "Running") and pod["spec"].get("nodeName")]
+        per_node: dict[str, int] = {}
+        for pod in live:
+            gpus = int(pod["spec"]["containers"][0]["resources"]["requests"]["nvidia.com/gpu"])
+            per_node[pod["spec"]["nodeName"]] = per_node.get(pod["spec"]["nodeName"], 0) + gpus
+        most = max(most, sum(per_node.values()))
+        for job in cloud.get("hub", "cctj"):
+            waiting_reasons.update(item["reason"] for item in job.get("status", {}).get("refused", []))
+        return all(state == "Succeeded" for state in states(cloud, "burst-").values())
+
+    wait_for("all jobs to succeed", look, seconds=900, every=2)
+    assert most <= 8
+    assert any("GPU" in reason for reason in waiting_reasons)
+    for name in names:
+        assert cloud.job(name)["status"]["attempt"]["number"] == 1, "no try was wasted"
+        cloud.delete_job(name)
+
+
+def test_nothing_is_made_for_a_job_that_is_already_being_deleted(cloud: Cloud) -> None:
+    job = tiny_job("doomed", gpus=64)
+    job["metadata"]["finalizers"] = ["example.com/mine"]
+    cloud.kubectl("hub", "scale", "deployment/crosscloud-operator", "-n", "crosscloud-system", "--replicas=0")
+    try:
+        cloud.apply("hub", job)
+        cloud.kubectl("hub", "delete", "cctj", "doomed", "-n", "ml", "--wait=false")
+    finally:
+        cloud.kubectl("hub", "scale", "deployment/crosscloud-operator", "-n", "crosscloud-system", "--replicas=1")
+    cloud.kubectl("hub", "rollout", "status", "deployment/crosscloud-operator", "-n", "crosscloud-system")
+    probe = tiny_job("probe", gpus=64)  # a job that the new operator must have looked at
+    cloud.apply("hub", probe)
+    cloud.wait_for_reason("probe", "Waiting")
+    assert cloud.job("doomed")["metadata"]["finalizers"] == ["example.com/mine"]
+    assert not cloud.pods("doomed")
+    patch = '{"metadata": {"finalizers": null}}'
+    cloud.kubectl("hub", "patch", "cctj", "doomed", "-n", "ml", "--type=merge", "-p", patch)
+    wait_for("the job to go", lambda: "doomed" not in states(cloud, "doomed"))
+    cloud.delete_job("probe")
+
+
+def test_a_job_that_fits_nowhere_waits_with_a_reason_for_each_member_and_keeps_no_pod(cloud: Cloud) -> None:
+    cloud.apply("hub", tiny_job("huge", gpus=64))
+    cloud.wait_for_reason("huge", "Waiting")
+    refused = {item["member"]: item["reason"] for item in cloud.job("huge")["status"]["refused"]}
+    assert set(refused) >= {"east", "west"}
+    assert all("64" in reason for reason in refused.values())
+    assert not cloud.pods("huge")
+    cloud.delete_job("huge")
+
+
+@pytest.mark.parametrize("length", [40, 63])
+def test_long_names_make_pods_and_end_well(cloud: Cloud, length: int) -> None:
+    name = "long-" + "x" * (length - 5)
+    cloud.apply("hub", tiny_job(name))
+    cloud.wait_for_reason(name, "Succeeded", seconds=400)
+    assert all(len(pod["metadata"]["name"]) <= 63 for pod in cloud.pods(name))
+    cloud.delete_job(name)
+
+
+def test_a_name_that_no_label_can_hold_is_refused_at_once(cloud: Cloud) -> None:
+    assert "63" in cloud.refusal("hub", tiny_job("x" * 64))

@@ -1,0 +1,87 @@
+"""Faults on real clusters: a killed pod, a refused pod, a hostile kubeconfig."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+from cloud import Cloud, tiny_job, wait_for
+
+
+def test_a_killed_pod_ends_the_attempt_and_the_next_one_succeeds(cloud: Cloud) -> None:
+    cloud.apply("hub", tiny_job("mortal", replicas=2, gpus=2, tokens=200_000))
+    cloud.wait_for_reason("mortal", "Training", seconds=400)
+    victim = cloud.pods("mortal", "east") or cloud.pods("mortal", "west")
+    where = "east" if cloud.pods("mortal", "east") else "west"
+    name = victim[0]["metadata"]["name"]
+    cloud.kubectl(where, "delete", "pod", name, "-n", "ml", "--grace-period=0", "--force")
+    wait_for("attempt 2", lambda: cloud.job("mortal")["status"]["attempt"]["number"] == 2, seconds=240)
+    first = {
+        pod["metadata"]["uid"]
+        for pod in cloud.pods("mortal")
+        if pod["metadata"]["labels"]["crosscloud.dev/attempt"] == "1"
+    }
+    assert not first, "attempt 2 starts when all pods of attempt 1 are gone"
+    cloud.wait_for_reason("mortal", "Succeeded", seconds=600)
+    assert cloud.job("mortal")["status"]["restarts"] == 1
+    cloud.delete_job("mortal")
+
+
+def test_a_pod_that_the_member_refuses_takes_the_whole_gang_back(cloud: Cloud) -> None:
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "no-gpus", "namespace": "ml"},
+        "spec": {"hard": {"requests.nvidia.com/gpu": "0"}},
+    }
+    cloud.apply("west", quota)
+    try:
+        job = tiny_job("gang", replicas=2, gpus=4)  # one replica fits in each member
+        cloud.apply("hub", job)
+        wait_for("the refusal in the status", lambda: "no-gpus" in json.dumps(cloud.job("gang").get("status", {})))
+        wait_for("all pods taken back", lambda: not cloud.pods("gang"), seconds=120)
+        assert cloud.job("gang")["status"].get("restarts", 0) == 0, "an attempt that never ran is not counted"
+    finally:
+        cloud.kubectl("west", "delete", "resourcequota", "no-gpus", "-n", "ml")
+    cloud.wait_for_reason("gang", "Succeeded", seconds=600)
+    cloud.delete_job("gang")
+
+
+def test_a_kubeconfig_that_would_run_a_program_is_refused_and_the_others_go_on(cloud: Cloud) -> None:
+    config = cloud.kubectl("east", "config", "view", "--raw", "-o", "json")
+    evil = json.loads(config)
+    evil["users"][0]["user"] = {
+        "exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "sh", "args": ["-c", "touch /tmp/pwned"]}
+    }
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "evil", "namespace": "crosscloud-system"},
+        "data": {"kubeconfig": base64.b64encode(json.dumps(evil).encode()).decode()},
+    }
+    member = {
+        "apiVersion": "crosscloud.dev/v1alpha1",
+        "kind": "MemberCluster",
+        "metadata": {"name": "evil"},
+        "spec": {"access": {"kubeconfigSecret": {"name": "evil"}}},
+    }
+    cloud.apply("hub", secret, member)
+    try:
+
+        def refusal() -> str:
+            found = json.loads(cloud.kubectl("hub", "get", "mcl", "evil", "-o", "json"))
+            conditions = {item["type"]: item for item in found.get("status", {}).get("conditions", [])}
+            ready = conditions.get("Ready", {})
+            return str(ready.get("message", "")) if ready.get("status") == "False" else ""
+
+        message = wait_for("the refusal", refusal, seconds=60)
+        assert "exec" in message
+        for name in ("east", "west"):
+            status = json.loads(cloud.kubectl("hub", "get", "mcl", name, "-o", "json"))["status"]
+            assert next(item["status"] for item in status["conditions"] if item["type"] == "Ready") == "True"
+        operator = cloud.get("hub", "pods", "-l", "app.kubernetes.io/component=operator", namespace="crosscloud-system")
+        pod = operator[0]["metadata"]["name"]
+        assert "pwned" not in cloud.kubectl("hub", "exec", "-n", "crosscloud-system", pod, "--", "ls", "/tmp")
+    finally:
+        cloud.kubectl("hub", "delete", "mcl/evil")
+        cloud.kubectl("hub", "delete", "secret", "evil", "-n", "crosscloud-system")

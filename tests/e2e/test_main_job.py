@@ -1,0 +1,214 @@
+"""The main job on real clusters: trained in two members through a cut link and a killed operator, its result loads.
+
+One run serves all tests of this file: the fixture lives through it and notes what was seen; the tests judge the notes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cloud import ROOT, Cloud, Obj, example, wait_for
+from dashboard import panel_queries, run_prometheus
+
+from crosscloud_lab.demo.follow import member_bytes
+from crosscloud_lab.demo.steps import tool
+
+NAME = "tiny-llama"
+
+
+@dataclass
+class Run:
+    """What was seen during the job's life."""
+
+    pods_before_kill: dict[str, str] = field(default_factory=dict)
+    pods_after_kill: dict[str, str] = field(default_factory=dict)
+    while_cut: Obj = field(default_factory=dict)
+    rounds_while_cut: list[list[int]] = field(default_factory=list)
+    panels: dict[str, Any] = field(default_factory=dict)
+    trainer_metrics: str = ""
+    ended: Obj = field(default_factory=dict)
+    wan_bytes: int = 0
+    pods: list[Obj] = field(default_factory=list)
+
+
+def uids(cloud: Cloud) -> dict[str, str]:
+    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in cloud.pods(NAME)}
+
+
+def rounds(job: Obj) -> list[int]:
+    return [row["round"] for row in job["status"]["replicaStatuses"]]
+
+
+def after_round(cloud: Cloud, count: int) -> Obj | None:
+    job = cloud.job(NAME)
+    rows = job.get("status", {}).get("replicaStatuses", [])
+    return job if len(rows) == 2 and min(row["round"] for row in rows) >= count else None
+
+
+def kill_operator(cloud: Cloud) -> None:
+    """No grace: the process has no chance to tidy up."""
+    cloud.kubectl("hub", "delete", "pod", "-n", "crosscloud-system", "-l", "app.kubernetes.io/component=operator",
+                  "--grace-period=0", "--force")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(cloud: Cloud) -> Run:
+    seen = Run()
+    manifest = example("demo.yaml")
+    manifest["spec"]["training"]["tokens"] = 1_000_000
+    cloud.delete_job(NAME)
+    before = member_bytes(cloud.lab)
+    cloud.apply("hub", manifest)
+
+    wait_for("two rounds", lambda: after_round(cloud, 2), seconds=420)
+    seen.pods_before_kill = uids(cloud)
+    kill_operator(cloud)
+    count = max(rounds(cloud.job(NAME))) + 2
+    wait_for("the new operator to follow the rounds", lambda: after_round(cloud, count), seconds=240)
+    seen.pods_after_kill = uids(cloud)
+    with operator_metrics(cloud) as address, run_prometheus([address]) as prometheus:
+        for title, expression in panel_queries(ROOT / "charts" / "crosscloud"):
+            query = expression.replace("$namespace", "ml").replace("$job", NAME)
+            seen.panels[title + ": " + expression] = wait_for(title, lambda q=query: prometheus.query(q), seconds=60)
+    first = cloud.pods(NAME)[0]["metadata"]["name"]
+    seen.trainer_metrics = cloud.kubectl(
+        "east", "exec", "-n", "ml", first, "-c", "trainer", "--", "python3", "-c",
+        "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9400/metrics').read().decode())",
+    )  # fmt: skip
+
+    cloud.lab.cut("east", "west")
+    try:
+        cloud.wait_for_reason(NAME, "WaitingForPeers", seconds=180)
+        seen.while_cut = cloud.job(NAME)
+        seen.rounds_while_cut.append(rounds(seen.while_cut))
+        wait_for("both replicas to wait", lambda: all_waiting(cloud), seconds=120)
+        seen.rounds_while_cut.append(rounds(cloud.job(NAME)))
+    finally:
+        cloud.lab.heal()
+    cloud.wait_for_reason(NAME, "Succeeded", seconds=600)
+    seen.ended = cloud.job(NAME)
+    seen.wan_bytes = member_bytes(cloud.lab) - before
+    seen.pods = cloud.pods(NAME)
+    return seen
+
+
+def all_waiting(cloud: Cloud) -> bool:
+    rows = cloud.job(NAME)["status"]["replicaStatuses"]
+    return len(rows) == 2 and all(row["activity"] == "Waiting" and row["waitingFor"] for row in rows)
+
+
+class operator_metrics:  # noqa: N801 - used like a function
+    """`kubectl port-forward` to the operator's metrics; the address as HOST:PORT."""
+
+    def __init__(self, cloud: Cloud) -> None:
+        kubectl, hub = str(cloud.lab.binary("kubectl")), str(cloud.lab.kubeconfig("hub"))
+        command = [kubectl, "--kubeconfig", hub, "-n", "crosscloud-system", "port-forward"]
+        self.command = [*command, "deployment/crosscloud-operator", ":8080"]
+
+    def __enter__(self) -> str:
+        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()  # Forwarding from 127.0.0.1:PORT -> 8080
+        return line.split(" -> ")[0].removeprefix("Forwarding from ")
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def test_each_replica_ran_in_its_member_on_the_nodes_of_the_plan(run: Run) -> None:
+    nodes = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in run.pods}
+    planned = [node["name"] for stage in run.ended["status"]["plan"] for node in stage["nodes"]]
+    assert sorted(nodes.values()) == sorted(planned)
+    assert [stage["member"] for stage in run.ended["status"]["plan"]] == ["east", "west"]
+    assert [[node["gpus"] for node in stage["nodes"]] for stage in run.ended["status"]["plan"]] == [[2], [2, 2]]
+
+
+def test_the_job_succeeded_and_its_loss_fell(run: Run) -> None:
+    progress = run.ended["status"]["progress"]
+    assert progress["step"] == progress["totalSteps"] == -(-1_000_000 // (2 * 8 * 256))
+    assert float(progress["loss"]) < 0.75 * float(progress["firstLoss"])
+
+
+def test_replicas_of_two_and_of_four_ranks_end_with_equal_digests(run: Run) -> None:
+    digests = [row["digest"] for row in run.ended["status"]["replicaStatuses"]]
+    assert len(digests) == 2
+    assert len(set(digests)) == 1
+
+
+def test_a_killed_operator_is_replaced_and_no_pod_is_made_twice(run: Run) -> None:
+    assert len(run.pods_before_kill) == 3
+    assert run.pods_before_kill == run.pods_after_kill
+    assert run.ended["status"]["attempt"]["number"] == 1
+
+
+def test_a_cut_link_pauses_both_replicas_at_the_round_and_the_status_says_so(run: Run) -> None:
+    first, later = run.rounds_while_cut
+    assert max(later) - min(later) <= 1, "a round that one replica lacks is the last one"
+    assert max(later) <= max(first) + 1
+    waiting = {row["index"]: row.get("waitingFor") for row in run.while_cut["status"]["replicaStatuses"]}
+    assert waiting[0] == [1] or waiting[1] == [0]
+    assert run.ended["status"]["restarts"] == 0, "a cut link costs no attempt"
+
+
+def test_far_fewer_bytes_crossed_the_wan_than_dense_fp32_would_have_sent(run: Run) -> None:
+    dense = run.ended["status"]["progress"]["denseBytes"]
+    assert 0 < run.wan_bytes < dense / 40, f"{run.wan_bytes} bytes at the interface, {dense} dense"
+
+
+def test_no_panel_of_the_dashboard_is_empty(run: Run) -> None:
+    assert len(run.panels) >= 8
+    assert all(run.panels.values())
+
+
+def test_the_trainer_exports_its_own_metrics(run: Run) -> None:
+    names = {line.split("{")[0].split(" ")[0] for line in run.trainer_metrics.splitlines() if not line.startswith("#")}
+    assert {"crosscloud_trainer_step", "crosscloud_trainer_loss", "crosscloud_trainer_tokens_total"} <= names
+
+
+def test_the_fetched_result_is_a_transformers_model_that_writes_text(run: Run, cloud: Cloud, tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    fetch = [tool("crosscloud"), "--kubeconfig", cloud.lab.kubeconfig("hub"), "fetch", NAME, target, "-n", "ml"]
+    subprocess.run(list(map(str, fetch)), check=True, capture_output=True)
+    script = (
+        "import sys, torch, transformers as t; m = t.AutoModelForCausalLM.from_pretrained(sys.argv[1]);"
+        "x = torch.tensor([list(b'import os\\nimport sys\\n')]); print(float(m(x, labels=x).loss))"
+    )
+    loss = float(
+        subprocess.run([sys.executable, "-c", script, str(target)], check=True, capture_output=True, text=True).stdout
+    )
+    uniform = 5.55  # nats per byte of a model that knows nothing: log(257)
+    assert loss < 0.75 * uniform
+    text = subprocess.run(
+        [str(tool("crosscloud-trainer")), "generate", str(target), "--prompt", "def ", "--tokens", "20"],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    assert text.startswith("def ")
+    assert len(text) > 8
+
+
+def test_a_finished_job_leaves_its_gpus_free_and_its_logs_readable(run: Run, cloud: Cloud) -> None:
+    assert all(pod["status"]["phase"] == "Succeeded" for pod in run.pods)
+    member = json.loads(cloud.kubectl("hub", "get", "mcl", "east", "-o", "json"))
+    assert member["status"]["freeGpus"] == member["status"]["gpus"] == 4
+    logs = cloud.kubectl("east", "logs", "-n", "ml", run.pods[0]["metadata"]["name"], "-c", "trainer")
+    assert logs.strip()
+
+
+def test_deleting_the_job_cleans_both_members(run: Run, cloud: Cloud) -> None:
+    cloud.delete_job(NAME)
+
+    def left() -> list[str]:
+        kinds = "pods,configmaps,secrets,services,deployments,networkpolicies,roles,rolebindings,serviceaccounts"
+        label = ("-l", f"crosscloud.dev/job={NAME}")
+        return [o["metadata"]["name"] for c in ("east", "west") for o in cloud.get(c, kinds, *label)]
+
+    wait_for("members to be clean", lambda: not left(), seconds=120)
