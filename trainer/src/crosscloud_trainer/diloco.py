@@ -100,16 +100,16 @@ class DiLoCo:
         """
         return self._feedback.residual
 
-    def on_step(self, tokens: int) -> RoundReport | None:
+    def on_step(self, tokens: int, *, last: bool = False) -> RoundReport | None:
         """Counts an inner step (one that DeepSpeed skipped too) in which this rank saw `tokens` tokens.
 
-        At the end of a window it runs the round and returns its report: the shard's fp32 weights were
-        rewritten then, and the working weights must follow. Raises ExchangeError or DigestMismatchError,
-        after which the attempt must end.
+        At the end of a window, which the `last` step of a run ends early, it runs the round and returns its
+        report: the shard's fp32 weights were rewritten then, and the working weights must follow. Raises
+        ExchangeError or DigestMismatchError, after which the attempt must end.
         """
         self._steps += 1
         self._tokens += tokens
-        if not ends_window(self._steps, self._inner_steps):
+        if not last and not ends_window(self._steps, self._inner_steps):
             return None
         self.round += 1
         tokens, self._tokens = self._tokens, 0

@@ -102,7 +102,7 @@ class ShardOptimizer(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer, names: dict[int, str]) -> None:
         self.inner = inner
         self._names = [[names[id(p)] for p in group["params"]] for group in inner.param_groups]
-        self._views: list[tuple[torch.nn.Parameter, slice]] = []
+        self._views: list[tuple[torch.nn.Parameter, slice]] = []  # in order of the shard's intervals
         self._flat: torch.Tensor | None = None
         self.before_step: Callable[[torch.Tensor], None] | None = None
         parameters = [p for group in inner.param_groups for p in group["params"]]
@@ -137,6 +137,14 @@ class ShardOptimizer(torch.optim.Optimizer):
         self.inner.step()
         for view, _ in self._views:
             view.grad = None
+
+    def states(self) -> list[dict[str, torch.Tensor]]:
+        """The tensors that the user's optimizer keeps of each view, in order of the shard's intervals."""
+        kept = self.inner.state
+        return [
+            {name: value for name, value in kept.get(view, {}).items() if isinstance(value, torch.Tensor)}
+            for view, _ in self._views
+        ]
 
     def _pass_rate(self) -> None:
         """A learning rate that someone set on our group goes to all of the user's groups; theirs are shown in
@@ -222,6 +230,10 @@ class Engine:
         Collective.
         """
         self._insides.refresh()
+
+    def optimizer_tensors(self) -> list[tuple[Interval, dict[str, torch.Tensor]]]:
+        """State of the user's optimizer on this rank by interval of its shard; counts are 0-d tensors."""
+        return list(zip(self.shard.intervals, self._optimizer.states(), strict=True))
 
     def optimizer_state(self) -> dict[str, Any]:
         """State of the user's optimizer on this rank, on the views of its shard."""

@@ -5,14 +5,9 @@ Pure.
 import math
 
 
-def steps_for(tokens: int, tokens_per_step: int, inner_steps: int) -> int:
-    """Inner steps that see at least `tokens` tokens of all replicas, in whole windows of `inner_steps`.
-
-    Whole windows, so that every replica takes part in the same rounds and nothing trained is left out of the
-    last one.
-    """
-    windows = -(-tokens // (tokens_per_step * inner_steps))
-    return max(1, windows) * inner_steps
+def steps_for(tokens: int, tokens_per_step: int) -> int:
+    """Inner steps that see at least `tokens` tokens of all replicas. The last window may be a shorter one."""
+    return max(1, -(-tokens // tokens_per_step))
 
 
 def ends_window(step: int, inner_steps: int) -> bool:
