@@ -125,11 +125,12 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
             status.update(activity=Activity.FINISHING)
         meeting.settle()
         count_traffic(meeting, journal, group, place)
-        stored = store(place, trained, diloco, meeting, journal)
-        if status is not None:
-            status.update(**stored)
-            status.close()
-        dist.barrier()
+
+    stored = store(place, trained, diloco, meeting, journal)
+    if status is not None:
+        status.update(**stored)
+        status.close()
+    dist.barrier()
     engine.close()
 
 
