@@ -134,8 +134,7 @@ class Binaries:
                 title = f"build {number} of {len(missing)}: {unit.name} {unit.version}"
                 with progress.phase(title) as note:
                     self._build(go, unit, note)
-            with progress.phase("remove build leftovers"):
-                shutil.rmtree(self._work)
+            _remove_later(self._work)
 
     def _complete(self, unit: Unit) -> bool:
         return all((self._root / unit.folder / program.name).exists() for program in unit.programs)
@@ -263,6 +262,16 @@ def _run(command: list[str], env: Mapping[str, str], folder: Path) -> str:
         tail = "\n".join((answer.stderr or answer.stdout).strip().splitlines()[-20:])
         raise LabError(f"`{' '.join(command[:4])} ...` failed:\n{tail}")
     return answer.stdout
+
+
+def _remove_later(folder: Path) -> None:
+    """Removes a large folder in the background: the Go caches hold 150,000 files."""
+    trash = folder.with_name(f"{folder.name}.removed")
+    if not trash.exists():
+        folder.rename(trash)
+    # An earlier one that was interrupted goes too; what is left now goes with the next build.
+    command = ["nice", "rm", "-rf", str(trash)]
+    subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _require_space(folder: Path) -> None:

@@ -18,6 +18,7 @@ from rich.table import Table
 from crosscloud_lab import preflight
 from crosscloud_lab.binaries import Binaries
 from crosscloud_lab.errors import LabError
+from crosscloud_lab.images import build_images, load_archive
 from crosscloud_lab.lab import Lab, LabStatus, remove_lab
 from crosscloud_lab.labfile import DEFAULT_NAME, check_lab_name
 from crosscloud_lab.paths import cache_dir
@@ -144,6 +145,33 @@ def execute(name: str, target: str, command: tuple[str, ...]) -> None:
     """Run COMMAND in the network, mounts and processes of a cluster: exec east -- ss -tn."""
     line = _open(name).enter(target, command)
     os.execvp(line[0], line)  # noqa: S606 - the command becomes what it was asked to run
+
+
+@main.command("load-image")
+@click.argument("source", metavar="FILE|NAME")
+@click.option("--cluster", "clusters", multiple=True, help="Only this cluster; may be given again.")
+@click.pass_obj
+@_told
+def load_image(name: str, source: str, clusters: tuple[str, ...]) -> None:
+    """Bring an image to the nodes: an archive file, or an image of docker or of our own builds."""
+    load_archive(_open(name), source, clusters)
+
+
+@main.command("build-images")
+@click.option("--root", type=click.Path(path_type=Path), default=Path(), help="Checkout to build from; here.")
+@_told
+def build(root: Path) -> None:
+    """Build the operator's, the trainer's and the gateway's image, if the tree has changed."""
+    preflight.require_root()
+    for name, archive in build_images(root.absolute()).items():
+        click.echo(f"{name}  {archive}")
+
+
+@main.command("build-binaries")
+@_told
+def build_binaries() -> None:
+    """Build the Kubernetes binaries into the cache, if they aren't there."""
+    Binaries(cache_dir()).ensure(default_progress())
 
 
 @main.command()

@@ -22,7 +22,7 @@ from crosscloud_lab.network import LinkState
 from crosscloud_lab.packages import find_tool
 from crosscloud_lab.paths import cache_dir, state_dir
 from crosscloud_lab.plan import LabPlan, lab_id, plan_lab, wan_interface
-from crosscloud_lab.progress import Progress, SilentProgress
+from crosscloud_lab.progress import Progress, SilentProgress, default_progress
 from crosscloud_lab.sandbox import Sandbox
 from crosscloud_lab.shell import run
 from crosscloud_lab.spec import LabSpec, rate_bits
@@ -73,6 +73,11 @@ class Lab:
         return cls(read_lab_file(path), progress)
 
     @classmethod
+    def default(cls, progress: Progress | None = None) -> Lab:
+        """The lab that `crosscloud-lab up` brings up, shown as the command shows it."""
+        return cls.from_file(None, progress or default_progress())
+
+    @classmethod
     def open(cls, name: str = DEFAULT_NAME, progress: Progress | None = None) -> Lab:
         """A lab that `up` has brought up before, by name."""
         return cls(LabState(state_dir(name)).spec(), progress)
@@ -116,6 +121,10 @@ class Lab:
             raise LabError(f"cluster {name!r} is not in lab {self.spec.name}; it has {', '.join(self._clusters)}")
         return self._clusters[name]
 
+    def clusters(self) -> list[Cluster]:
+        """All clusters, in the order of the lab file."""
+        return list(self._clusters.values())
+
     def kubeconfig(self, name: str) -> Path:
         """File with the administrator's kubeconfig of a cluster."""
         cluster = self.cluster(name)
@@ -136,6 +145,16 @@ class Lab:
         """Endpoint and keys of the object store."""
         self._known()
         return storage.access(self.plan, self._state)
+
+    def s3_environment(self) -> dict[str, str]:
+        """The object store as environment variables, the way S3 clients read them."""
+        store = self.s3
+        return {
+            "AWS_ENDPOINT_URL": store.endpoint,
+            "AWS_DEFAULT_REGION": store.region,
+            "AWS_ACCESS_KEY_ID": store.access_key,
+            "AWS_SECRET_ACCESS_KEY": store.secret_key,
+        }
 
     def set_rate(self, a: str, b: str, rate: str) -> None:
         """Sets the rate of the link between two clusters, both ways: `20mbit`, `unlimited`."""

@@ -1,0 +1,197 @@
+"""Builds container images: by docker where an engine answers, else by buildah, which needs no daemon."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from crosscloud_lab.errors import LabError
+from crosscloud_lab.packages import IMAGE_TOOLS, ensure_packages
+from crosscloud_lab.progress import Note, Progress
+from crosscloud_lab.shell import run, succeeds
+
+_SUITE = "bookworm"
+_BASE = f"crosscloud.dev/base:{_SUITE}-1"
+_BASE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_WHEELS_MOUNT = "/mnt/wheels"
+_CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem")
+_CA_IN_IMAGE = "/etc/ssl/certs/ca-certificates.crt"
+# What of the machine's pip configuration makes sense in a build: where packages come from, and how.
+_PIP_KEYS = ("index-url", "extra-index-url", "trusted-host", "proxy", "timeout", "default-timeout", "retries")
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """One target to build from the tree at `root` into the image `name`."""
+
+    root: Path
+    target: str
+    name: str
+
+    @property
+    def wheels(self) -> Path | None:
+        """A folder of wheels beside the checkout, for wheels that the index doesn't have."""
+        folder = self.root.parent / "shared" / "wheels"
+        return folder if folder.is_dir() else None
+
+
+class Builder(Protocol):
+    def has(self, name: str) -> bool:
+        """Whether the image is built."""
+
+    def build(self, request: BuildRequest, note: Note) -> None:
+        """Builds the image. Raises LabError with the last lines of the build."""
+
+    def export(self, name: str, archive: Path) -> None:
+        """Writes the image to a file that containerd imports."""
+
+    def forget(self, keep: Sequence[str]) -> None:
+        """Drops our earlier images of the same repositories as `keep`."""
+
+
+def find_builder(folder: Path, progress: Progress) -> Builder:
+    """Docker when an engine answers; buildah otherwise, installed where there is apt."""
+    if shutil.which("docker") and succeeds(["docker", "version", "--format", "{{.Server.Version}}"]):
+        return Docker()
+    ensure_packages(IMAGE_TOOLS, progress)
+    return Buildah(folder, progress)
+
+
+class Docker:
+    """Images live in docker's own store."""
+
+    def has(self, name: str) -> bool:
+        return succeeds(["docker", "image", "inspect", name])
+
+    def build(self, request: BuildRequest, note: Note) -> None:
+        _stream(
+            [
+                "docker",
+                "build",
+                "--network=host",
+                f"--target={request.target}",
+                f"--tag={request.name}",
+                str(request.root),
+            ],
+            f"docker build of {request.target}",
+            note,
+        )
+
+    def export(self, name: str, archive: Path) -> None:
+        run(["docker", "save", f"--output={archive}", name], timeout=1800)
+
+    def forget(self, keep: Sequence[str]) -> None:
+        for name in run(["docker", "image", "list", "--format", "{{.Repository}}:{{.Tag}}"]).split():
+            if _superseded(name, keep):
+                run(["docker", "image", "rm", name])
+
+
+class Buildah:
+    """Images live in a store of our own in the cache; the base image is a minimal Debian."""
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self._folder = folder
+        self._progress = progress
+        folder.mkdir(parents=True, exist_ok=True)
+        self._policy = folder / "policy.json"
+        self._policy.write_text(json.dumps({"default": [{"type": "insecureAcceptAnything"}]}))
+        self._tool = ["buildah", f"--root={folder / 'storage'}", f"--runroot={folder / 'run'}"]
+
+    def has(self, name: str) -> bool:
+        return succeeds([*self._tool, "inspect", "--type=image", name])
+
+    def build(self, request: BuildRequest, note: Note) -> None:
+        command = [*self._tool, "bud", "--isolation=chroot", "--network=host", "--layers", *self._signatures()]
+        base = self._base()
+        if base:
+            command += [f"--build-arg=BASE={base}", "--pull-never"]
+        command += [f"--volume={source}:{target}:ro" for source, target in self._mounts(request)]
+        if request.wheels:
+            command.append(f"--build-arg=PIP_FIND_LINKS={_WHEELS_MOUNT}")
+        command += [f"--target={request.target}", f"--tag={request.name}", str(request.root)]
+        _stream(command, f"build of image {request.target}", note)
+
+    def export(self, name: str, archive: Path) -> None:
+        run([*self._tool, "push", *self._signatures(), name, f"docker-archive:{archive}:{name}"], timeout=1800)
+
+    def forget(self, keep: Sequence[str]) -> None:
+        for image in json.loads(run([*self._tool, "images", "--json"]) or "[]"):
+            for name in image.get("names") or []:
+                if _superseded(name, keep):
+                    run([*self._tool, "rmi", name])
+
+    def _signatures(self) -> list[str]:
+        return [f"--signature-policy={self._policy}"]
+
+    def _mounts(self, request: BuildRequest) -> list[tuple[Path, str]]:
+        """What the machine knows about package indexes and certificates, and the wheels beside the checkout."""
+        mounts = []
+        bundle = next((Path(path) for path in _CA_BUNDLES if Path(path).exists()), None)
+        if bundle:
+            mounts.append((bundle.resolve(), _CA_IN_IMAGE))
+        configuration = self._folder / "pip.conf"
+        listed = run([sys.executable, "-m", "pip", "config", "list"])
+        configuration.write_text(pip_configuration(listed, _CA_IN_IMAGE if bundle else None))
+        mounts.append((configuration, "/etc/pip.conf"))
+        if request.wheels:
+            mounts.append((request.wheels.resolve(), _WHEELS_MOUNT))
+        return mounts
+
+    def _base(self) -> str | None:
+        """A minimal Debian with Python; None, for the Dockerfile's own base, where debootstrap is missing."""
+        if self.has(_BASE):
+            return _BASE
+        if shutil.which("debootstrap") is None:
+            return None
+        with self._progress.phase("base image by debootstrap"):
+            container = run([*self._tool, "from", *self._signatures(), "scratch"]).strip()
+            try:
+                mounted = run([*self._tool, "mount", container]).strip()
+                include = "--include=python3,python3-venv,ca-certificates"
+                run(["debootstrap", "--variant=minbase", include, _SUITE, mounted], timeout=1800)
+                for leftover in Path(mounted, "var/cache/apt/archives").glob("*.deb"):
+                    leftover.unlink()
+                run([*self._tool, "umount", container])
+                run([*self._tool, "config", f"--env=PATH={_BASE_PATH}", container])
+                run([*self._tool, "commit", *self._signatures(), container, _BASE], timeout=600)
+            finally:
+                succeeds([*self._tool, "rm", container])
+        return _BASE
+
+
+def pip_configuration(listed: str, bundle: str | None) -> str:
+    """A pip.conf for builds from what `pip config list` printed; the environment's words come last and win."""
+    found: dict[str, str] = {}
+    for line in sorted(listed.splitlines(), key=lambda line: line.startswith(":env:")):
+        name, _, value = line.partition("=")
+        key = name.rpartition(".")[2]
+        if key in _PIP_KEYS and len(value) > 1:
+            found["timeout" if key == "default-timeout" else key] = value[1:-1].replace("\\n", "\n    ")
+    if bundle:
+        found["cert"] = bundle
+    return "[global]\n" + "".join(f"{key} = {value}\n" for key, value in sorted(found.items()))
+
+
+def _superseded(name: str, keep: Sequence[str]) -> bool:
+    repositories = {kept.rpartition(":")[0] for kept in keep}
+    return name not in keep and name.rpartition(":")[0] in repositories
+
+
+def _stream(command: list[str], what: str, note: Callable[[str], None]) -> None:
+    lines: list[str] = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith(("STEP", "Step")):
+                note(line.strip()[:80])
+    if process.returncode != 0:
+        raise LabError(f"{what} failed:\n{''.join(lines[-30:])}")

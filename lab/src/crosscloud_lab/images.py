@@ -1,0 +1,117 @@
+"""The repository's images: built when the tree changed, and brought to every node of a lab.
+
+The first node that gets a set of images imports them, which takes a minute; the folder of its containerd is
+then kept in the cache as a seed, and nodes without containers get a copy made of hard links, which takes
+a second.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from crosscloud_lab.builder import Builder, BuildRequest, find_builder
+from crosscloud_lab.cluster import Cluster
+from crosscloud_lab.components import SANDBOX_IMAGE
+from crosscloud_lab.errors import LabError
+from crosscloud_lab.lab import Lab
+from crosscloud_lab.paths import cache_dir
+from crosscloud_lab.plan import NodePlan
+from crosscloud_lab.progress import Progress, default_progress
+from crosscloud_lab.recipe import TARGETS, image_names
+from crosscloud_lab.seed import Seeds
+
+__all__ = ["TARGETS", "build_images", "image_names", "load_archive", "load_images"]
+
+_KEPT_SEEDS = 2
+
+
+def build_images(root: Path, progress: Progress | None = None) -> dict[str, Path]:
+    """Builds what the tree at `root` lacks; archives by image name, in the cache. Raises LabError."""
+    progress = progress or default_progress()
+    folder = cache_dir() / "images"
+    archives = folder / "archives"
+    names = image_names(root)
+    wanted = {name: archives / f"{name.rpartition('/')[2].replace(':', '-')}.tar" for name in names.values()}
+    with _exclusive(folder):
+        archives.mkdir(parents=True, exist_ok=True)
+        missing = {target: name for target, name in names.items() if not wanted[name].exists()}
+        if missing:
+            builder = find_builder(folder, progress)
+            for number, (target, name) in enumerate(missing.items(), start=1):
+                with progress.phase(f"image {number} of {len(missing)}: {target}") as note:
+                    if not builder.has(name):
+                        builder.build(BuildRequest(root, target, name), note)
+                    note("export")
+                    _export(builder, name, wanted[name])
+            builder.forget(list(names.values()))
+            for old in set(archives.iterdir()) - set(wanted.values()):
+                old.unlink()
+    return wanted
+
+
+def load_images(lab: Lab, archives: dict[str, Path], progress: Progress | None = None) -> None:
+    """Brings images to every node of a lab that lacks them."""
+    progress = progress or default_progress()
+    folder = cache_dir() / "images"
+    with _exclusive(folder), progress.phase("load images into the nodes") as note:
+        nodes = [(cluster, node) for cluster in lab.clusters() for node in cluster.plan.nodes]
+        lacking = [(cluster, node) for cluster, node in nodes if _missing(cluster, node, archives)]
+        if not lacking:
+            return
+        seeds = Seeds(folder / "seeds")
+        key = hashlib.sha256(" ".join(sorted([SANDBOX_IMAGE, *archives])).encode()).hexdigest()[:12]
+        for number, (cluster, node) in enumerate(lacking, start=1):
+            note(f"node {number} of {len(lacking)}: {node.name}")
+            if not seeds.plant(key, cluster, node):
+                for name in _missing(cluster, node, archives):
+                    cluster.ctr(node, "images", "import", archives[name])
+                seeds.take(key, cluster, node)
+        seeds.prune(_KEPT_SEEDS)
+
+
+def load_archive(lab: Lab, source: str, clusters: Sequence[str] = (), progress: Progress | None = None) -> None:
+    """Brings one image to nodes: from an archive file, or by name from docker's or our own store."""
+    progress = progress or default_progress()
+    folder = cache_dir() / "images"
+    chosen = [lab.cluster(name) for name in clusters] or lab.clusters()
+    archive = Path(source)
+    draft = folder / "loading.tar"
+    with _exclusive(folder):
+        try:
+            if not archive.is_file():
+                builder = find_builder(folder, progress)
+                if not builder.has(source):
+                    raise LabError(f"image {source!r} is no file and no image of docker or of our own builds")
+                _export(builder, source, draft)
+                archive = draft
+            for cluster in chosen:
+                for node in cluster.plan.nodes:
+                    with progress.phase(f"load {source} into {node.name}"):
+                        cluster.ctr(node, "images", "import", archive.absolute())
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _missing(cluster: Cluster, node: NodePlan, archives: dict[str, Path]) -> list[str]:
+    present = set(cluster.ctr(node, "images", "list", "--quiet").split())
+    return [name for name in archives if name not in present]
+
+
+def _export(builder: Builder, name: str, archive: Path) -> None:
+    draft = archive.with_name(archive.name + ".part")
+    draft.unlink(missing_ok=True)
+    builder.export(name, draft)
+    draft.rename(archive)
+
+
+@contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """One build or load at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
