@@ -2,6 +2,20 @@
 
 from crosscloud_trainer.membership.errors import Diverged, PeerLost, RoundFailed
 from crosscloud_trainer.membership.exchange import LinkExchange, Waiting
+from crosscloud_trainer.membership.register import Register, RegisterUnusable, open_view, register_from
 from crosscloud_trainer.membership.solo import SoloExchange
+from crosscloud_trainer.membership.view import View
 
-__all__ = ["Diverged", "LinkExchange", "PeerLost", "RoundFailed", "SoloExchange", "Waiting"]
+__all__ = [
+    "Diverged",
+    "LinkExchange",
+    "PeerLost",
+    "Register",
+    "RegisterUnusable",
+    "RoundFailed",
+    "SoloExchange",
+    "View",
+    "Waiting",
+    "open_view",
+    "register_from",
+]
