@@ -7,12 +7,13 @@ import io
 import json
 import os
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
-def write_busybox_archive(busybox: Path, target: Path, name: str) -> None:
+def write_busybox_archive(busybox: Path, applets: Sequence[str], target: Path, name: str) -> None:
     """An image `name` that holds a static busybox with its applets; by itself it sleeps.
 
     It serves as the pods' sandbox image and for small pods of tests. The same input gives the same bytes.
@@ -25,21 +26,7 @@ def write_busybox_archive(busybox: Path, target: Path, name: str) -> None:
             tar.addfile(entry)
         _add(tar, "bin/busybox", busybox.read_bytes(), 0o755)
         _add(tar, "etc/passwd", b"root:x:0:0:root:/:/bin/sh\n", 0o644)
-        for applet in (
-            "sh",
-            "sleep",
-            "cat",
-            "echo",
-            "nc",
-            "wget",
-            "nslookup",
-            "true",
-            "false",
-            "dd",
-            "ls",
-            "id",
-            "env",
-        ):
+        for applet in applets:
             entry = tarfile.TarInfo(f"bin/{applet}")
             entry.type, entry.linkname = tarfile.SYMTYPE, "busybox"
             tar.addfile(entry)

@@ -225,7 +225,9 @@ class Lab:
     def _busybox(self) -> Path:
         target = self._state.folder / "busybox.tar"
         if not target.exists():
-            write_busybox_archive(Path(find_tool("busybox") or ""), target, SANDBOX_IMAGE)
+            program = find_tool("busybox") or "busybox"
+            applets = [name for name in run([program, "--list"]).split() if name != "busybox"]
+            write_busybox_archive(Path(program), applets, target, SANDBOX_IMAGE)
         return target
 
     def _pair(self, a: str, b: str) -> tuple[str, str]:

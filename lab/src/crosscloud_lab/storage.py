@@ -15,6 +15,7 @@ from crosscloud_lab.state import LabState
 from crosscloud_lab.waiting import wait_until
 
 REGION = "us-east-1"
+BUCKETS = ("crosscloud", "models")
 _KEYS_FILE = "s3.json"
 
 
@@ -46,7 +47,8 @@ def daemon(lab: LabPlan, folder: Path, binaries: Binaries) -> Daemon:
 def up(lab: LabPlan, sandbox: Sandbox, state: LabState, binaries: Binaries) -> None:
     """Starts the server unless it runs, and waits until it answers."""
     folder = state.folder / "s3"
-    folder.mkdir(exist_ok=True)
+    for bucket in BUCKETS:
+        (folder / bucket).mkdir(parents=True, exist_ok=True)
     keys = access(lab, state)
     server = daemon(lab, folder, binaries)
     sandbox.start(server, {"ROOT_ACCESS_KEY": keys.access_key, "ROOT_SECRET_KEY": keys.secret_key})

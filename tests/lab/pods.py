@@ -1,0 +1,85 @@
+"""Small pods for tests of the lab, and patience."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from crosscloud_lab.components import SANDBOX_IMAGE
+from crosscloud_lab.lab import Lab
+
+
+def eventually(check: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
+    """The first true answer of `check`; AssertionError with the last one after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (answer := check()):
+        assert time.monotonic() < deadline, f"{what}: still {answer!r} after {seconds:.0f} s"
+        time.sleep(0.1)
+    return answer
+
+
+def pod(name: str, script: str, *, node: str | None = None, gpus: int = 0, **spec: Any) -> dict[str, Any]:
+    """A pod that runs a shell script in busybox."""
+    container: dict[str, Any] = {"name": "main", "image": SANDBOX_IMAGE, "command": ["sh", "-c", script]}
+    if gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": str(gpus)}}
+    placed = {"nodeName": node} if node else {}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": {"app": name}},
+        "spec": {"terminationGracePeriodSeconds": 0, "containers": [container], **placed, **spec},
+    }
+
+
+def service(name: str, app: str, port: int, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {"selector": {"app": app}, "ports": [{"port": port, **spec.pop("ports", {})}], **spec},
+    }
+
+
+class Bench:
+    """A namespace of its own in some clusters."""
+
+    def __init__(self, lab: Lab, namespace: str) -> None:
+        self.lab = lab
+        self.namespace = namespace
+
+    def kubectl(self, cluster: str, *arguments: str, stdin: str | None = None) -> str:
+        return self.lab.kubectl(cluster, "--namespace", self.namespace, *arguments, stdin=stdin)
+
+    def create(self, cluster: str, *objects: dict[str, Any]) -> None:
+        """Applies objects and waits until the pods among them are ready."""
+        namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.namespace}}
+        self.lab.kubectl(cluster, "apply", "-f", "-", stdin=json.dumps(namespace))
+        self._await_account(cluster)
+        self.kubectl(
+            cluster, "apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
+        )
+        for item in objects:
+            if item["kind"] == "Pod":
+                self.kubectl(
+                    cluster, "wait", "--for=condition=Ready", f"pod/{item['metadata']['name']}", "--timeout=90s"
+                )
+
+    def sh(self, cluster: str, name: str, script: str) -> str:
+        """Output of a shell script in a pod."""
+        return self.kubectl(cluster, "exec", name, "--", "sh", "-c", script)
+
+    def address(self, cluster: str, name: str) -> str:
+        return self.kubectl(cluster, "get", "pod", name, "-o", "jsonpath={.status.podIP}")
+
+    def remove(self) -> None:
+        for cluster in self.lab.spec.cluster_names():
+            self.lab.kubectl(cluster, "delete", "namespace", self.namespace, "--ignore-not-found", "--wait=false")
+
+    def _await_account(self, cluster: str) -> None:
+        def there() -> str:
+            return self.kubectl(cluster, "get", "serviceaccounts", "default", "--ignore-not-found", "-o", "name")
+
+        eventually(there, "the namespace's default account")

@@ -1,0 +1,78 @@
+"""What goes into an image decides its name, and nothing else does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from crosscloud_lab.builder import pip_configuration
+from crosscloud_lab.errors import LabError
+from crosscloud_lab.recipe import context_paths, image_names, parse_stages
+
+DOCKERFILE = """\
+ARG BASE=python
+FROM ${BASE} AS base
+FROM base AS wheels
+COPY trainer trainer
+FROM base AS operator
+COPY operator/pyproject.toml \\
+     operator/
+COPY --from=wheels /wheels wheels
+FROM base AS trainer
+COPY --chown=1:1 trainer/pyproject.toml trainer/src /build/
+FROM base AS gateway
+RUN true
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("trainer/pyproject.toml", "trainer/src/a.py", "operator/pyproject.toml", "docs/page.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "Dockerfile").write_text(DOCKERFILE)
+    return tmp_path
+
+
+def test_a_target_is_made_of_what_its_stages_copy() -> None:
+    stages = parse_stages(DOCKERFILE)
+    assert context_paths(stages, "operator") == ["operator/pyproject.toml", "trainer"]
+    assert context_paths(stages, "trainer") == ["trainer/pyproject.toml", "trainer/src"]
+    assert context_paths(stages, "gateway") == []
+
+
+def test_a_change_renames_exactly_the_images_it_goes_into(tree: Path) -> None:
+    before = image_names(tree)
+    (tree / "docs/page.md").write_text("changed")
+    (tree / "trainer/__pycache__").mkdir()
+    (tree / "trainer/__pycache__/a.pyc").write_text("changed")
+    assert image_names(tree) == before
+    (tree / "operator/pyproject.toml").write_text("changed")
+    after = image_names(tree)
+    assert [target for target in before if before[target] != after[target]] == ["operator"]
+    (tree / "trainer/src/a.py").rename(tree / "trainer/src/b.py")
+    assert image_names(tree)["trainer"] != after["trainer"]
+    assert image_names(tree)["gateway"] == before["gateway"]
+
+
+def test_a_tree_without_what_is_needed_is_told_in_words(tree: Path) -> None:
+    (tree / "operator/pyproject.toml").unlink()
+    with pytest.raises(LabError, match=r"copies .*operator/pyproject.toml, which doesn't exist"):
+        image_names(tree)
+    (tree / "Dockerfile").write_text("FROM scratch AS trainer\n")
+    with pytest.raises(LabError, match="no stage operator, gateway"):
+        image_names(tree)
+    (tree / "Dockerfile").unlink()
+    with pytest.raises(LabError, match="can't be read"):
+        image_names(tree)
+
+
+def test_builds_get_the_machines_package_index_but_no_local_paths() -> None:
+    listed = (
+        ":env:.find-links='/opt/wheels'\n:env:.index-url='https://env.example/simple'\n"
+        "global.cert='/home/me/ca.pem'\nglobal.default-timeout='180'\nglobal.index-url='https://file.example/simple'\n"
+    )
+    assert pip_configuration(listed, "/etc/ssl/certs/ca.crt") == (
+        "[global]\ncert = /etc/ssl/certs/ca.crt\nindex-url = https://env.example/simple\ntimeout = 180\n"
+    )

@@ -1,0 +1,114 @@
+"""What the lab needs from the machine, and how it says that something is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crosscloud_lab import preflight
+from crosscloud_lab.binaries import UNITS, Binaries, staging_replaced
+from crosscloud_lab.cgroups import hierarchies, ledger_root
+from crosscloud_lab.errors import LabError
+from crosscloud_lab.packages import busybox_is_static
+from crosscloud_lab.paths import cache_dir, state_dir
+
+GIB = 2**30
+
+
+def test_neither_root_nor_linux_are_both_told() -> None:
+    found = preflight._system_findings("darwin", 501)
+    assert len(found) == 2
+    assert "Linux only" in found[0]
+    assert "run it as root" in found[1]
+    assert preflight._system_findings("linux", 0) == []
+
+
+def test_too_little_memory_and_disk_are_told_with_need_and_amount(tmp_path: Path) -> None:
+    found = preflight._size_findings(memory=GIB, clusters=3, disk=GIB // 2, nodes=4, state=tmp_path)
+    assert "memory: 3 clusters need 2.6 GiB, 1.0 GiB are available" in found[0]
+    assert "disk: 4 nodes need 4 GiB" in found[1]
+    assert "0.5 GiB are free" in found[1]
+    assert preflight._size_findings(memory=3 * GIB, clusters=3, disk=4 * GIB, nodes=4, state=tmp_path) == []
+
+
+def test_a_state_folder_that_clusters_cannot_see_is_refused() -> None:
+    found = preflight._folder_findings(
+        {"state folder": Path("/var/lib/jenkins/labs/x"), "cache folder": Path("/home/c")}
+    )
+    assert len(found) == 1
+    assert "CROSSCLOUD_LAB_STATE" in found[0]
+
+
+def test_folders_follow_the_environment() -> None:
+    assert cache_dir({"XDG_CACHE_HOME": "/c"}) == Path("/c/crosscloud")
+    assert state_dir("x", {"XDG_STATE_HOME": "/s"}) == Path("/s/crosscloud/labs/x")
+    assert state_dir("x", {"XDG_STATE_HOME": "/s", "CROSSCLOUD_LAB_STATE": "/o"}) == Path("/o/x")
+
+
+def test_the_ledger_lies_in_cgroups_of_either_version() -> None:
+    version1 = (
+        "cgroup /sys/fs/cgroup/memory cgroup rw,relatime,memory 0 0\ncgroup /sys/fs/cgroup/pids cgroup rw,pids 0 0\n"
+    )
+    version2 = "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n"
+    assert ledger_root(hierarchies(version1 + "cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n")) == Path(
+        "/sys/fs/cgroup/pids"
+    )
+    assert ledger_root(hierarchies(version2)) == Path("/sys/fs/cgroup")
+    with pytest.raises(LabError, match="no cgroup hierarchy"):
+        ledger_root(hierarchies("proc /proc proc rw 0 0\n"))
+
+
+def test_staging_folders_become_the_published_modules_of_the_same_release() -> None:
+    go_mod = "replace (\n\tk8s.io/api => ./staging/src/k8s.io/api\n\texample.com/x => example.com/y v1.0.0\n)\n"
+    assert staging_replaced(go_mod, "v1.34.4") == (
+        "replace (\n\tk8s.io/api => k8s.io/api v0.34.4\n\texample.com/x => example.com/y v1.0.0\n)\n"
+    )
+    assert staging_replaced("module x\n", "v1.0.0") == "module x\n"
+
+
+def test_a_dynamic_busybox_is_told_from_a_static_one() -> None:
+    assert not busybox_is_static(os.path.realpath("/bin/sh"))
+
+
+def test_a_program_that_the_lab_does_not_have_is_answered_with_those_it_has(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match=r"'kubeadm' is not one of the lab's programs \(kube-apiserver, .*versitygw\)"):
+        Binaries(tmp_path).path("kubeadm")
+    with pytest.raises(LabError, match="kubectl is not built yet"):
+        Binaries(tmp_path).path("kubectl")
+
+
+def test_every_version_is_pinned() -> None:
+    assert {unit.name: unit.version for unit in UNITS} == {
+        "kubernetes": "v1.34.4",
+        "coredns": "v1.14.6",
+        "helm": "v3.22.0",
+        "versitygw": "v1.8.0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["kubeconfig", "north"], "lab crosscloud doesn't exist: run `crosscloud-lab up`"),
+        (["--lab", "No Such", "status"], "--lab: 'No Such' is not allowed"),
+        (["--lab", "nowhere", "up"], "lab nowhere doesn't exist"),
+        (["up", "-f", "missing.yaml"], "lab file missing.yaml can't be read"),
+        (["heal", "east"], "name both clusters"),
+        (["cut", "east", "west"], "doesn't exist"),
+        (["binary", "kubeadm"], "is not one of the lab's programs"),
+        (["build-images", "--root", "/nowhere"], "/nowhere/Dockerfile can't be read"),
+        (["link", "east", "west"], "Missing option '--rate'"),
+    ],
+)
+def test_bad_arguments_end_in_one_message(arguments: list[str], said: str, tmp_path: Path) -> None:
+    env = {**os.environ, "CROSSCLOUD_LAB_STATE": str(tmp_path)}
+    command = [sys.executable, "-m", "crosscloud_lab", *arguments]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not any(tmp_path.iterdir()), "half-made state"
