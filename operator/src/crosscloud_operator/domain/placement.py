@@ -2,8 +2,8 @@
 
 Node by node: a stage of G GPUs takes n nodes of one pool with G/n GPUs each, fewest nodes first, never over more than
 one member. All or nothing. Each replica goes where it fits on the fewest nodes, then to the member with most free GPUs,
-then by name; where that leaves no room for a later replica, the choice is taken back and the next one tried. The search is
-deterministic and complete up to MAX_STEPS choices, which only contrived shapes reach.
+then by name; where that leaves no room for a later replica, the choice is taken back and the next one tried. The search
+is deterministic and complete up to MAX_STEPS choices, which only contrived shapes reach.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _offer(
             f"its administrator can add it to allowedNamespaces of MemberCluster {member.name}"
         )
     nodes, reasons = [], []
-    for node in member.nodes:
+    for node in sorted(member.nodes, key=lambda item: item.name):
         reason = _exclusion(request, node)
         if reason is None:
             nodes.append(replace(node, free=max(0, node.free - promised.get((member.name, node.name), 0))))

@@ -1,0 +1,253 @@
+"""Who acts beside the operator: scheduler, kubelet, trainers, garbage collector, and the fate that kills the operator."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from crosscloud_operator.domain import record
+from crosscloud_operator.domain.inventory import gpu_nodes
+from crosscloud_operator.domain.scheduling import requested
+from crosscloud_operator.domain.settings import JobSettings
+from crosscloud_operator.kube.api import CONFIG_MAP, JOB, NODE, POD, Kind, Obj, Ref, Unreachable
+from crosscloud_operator.reconcile import reconcile
+from operator_core.memory import MemoryCluster, MemoryWorld
+
+SETTINGS = JobSettings(
+    hub="hub-1", operator_namespace="crosscloud", trainer_image="trainer:1", gateway_image="gateway:1"
+)
+
+
+class Killed(BaseException):
+    """The operator's process has gone, in the middle of whatever it did."""
+
+
+def job(name: str = "demo", replicas: int = 2, gpus: int = 4, **spec: Any) -> Obj:
+    """A valid job as the API server holds it."""
+    return {
+        "apiVersion": "crosscloud.dev/v1alpha1",
+        "kind": "CrossCloudTrainingJob",
+        "metadata": {"name": name, "namespace": "ml"},
+        "spec": {
+            "replicas": replicas,
+            "replica": {"gpusPerStage": gpus},
+            "training": {
+                "model": {"preset": "tiny-llama"},
+                "data": {"train": ["stdlib:*.py"]},
+                "tokens": "1M",
+            },
+            "storage": {"uri": "s3://models/demo"},
+            **spec,
+        },
+    }
+
+
+def lab(gpus_east: int = 4, gpus_west: tuple[int, ...] = (2, 2)) -> MemoryWorld:
+    """The default lab: east with one node of 4 GPUs, west with two nodes of 2."""
+    world = MemoryWorld("east", "west")
+    world.add_node("east", "e1", gpus_east)
+    for number, gpus in enumerate(gpus_west, 1):
+        world.add_node("west", f"w{number}", gpus)
+    return world
+
+
+@dataclass
+class Flaky:
+    """A cluster behind which fate waits: the operator is killed, or a call fails, before or after it has its effect."""
+
+    real: MemoryCluster
+    fate: Callable[[str], str | None]
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.real.name
+
+    async def get(self, ref: Ref) -> Obj | None:
+        return await self._call(self.real.get, ref)
+
+    async def list(self, kind: Kind, **options: Any) -> Any:
+        return await self._call(self.real.list, kind, **options)
+
+    async def create(self, obj: Obj, **options: Any) -> Obj:
+        return await self._call(self.real.create, obj, **options)
+
+    async def json_patch(self, ref: Ref, operations: Any) -> Obj:
+        return await self._call(self.real.json_patch, ref, operations)
+
+    async def merge_patch(self, ref: Ref, patch: Obj, **options: Any) -> Obj:
+        return await self._call(self.real.merge_patch, ref, patch, **options)
+
+    async def delete(self, ref: Ref, **options: Any) -> None:
+        return await self._call(self.real.delete, ref, **options)
+
+    async def _call(self, method: Any, *args: Any, **options: Any) -> Any:
+        what = self.fate(method.__name__)
+        if what == "kill before":
+            raise Killed
+        if what == "fail before":
+            raise Unreachable("connection refused")
+        result = await method(*args, **options)
+        if what == "kill after":
+            raise Killed
+        if what == "fail after":
+            raise Unreachable("the answer was lost")
+        return result
+
+
+class Kubelet:
+    """Scheduler and kubelet of a member: binds pods without gates where their affinity says, runs and stops them."""
+
+    def __init__(self, world: MemoryWorld, cluster: MemoryCluster) -> None:
+        self._world = world
+        self.cluster = cluster
+        self.overcommitted: list[str] = []
+
+    def step(self) -> None:
+        for pod in self.cluster.all(POD):
+            if pod["metadata"].get("deletionTimestamp"):
+                self.cluster.purge(pod)
+            elif pod["spec"].get("schedulingGates"):
+                continue
+            elif not pod["spec"].get("nodeName"):
+                self._bind(pod)
+            elif pod["status"]["phase"] == "Pending":
+                self._start(pod)
+        self.cluster.collect_garbage()
+
+    def _bind(self, pod: Obj) -> None:
+        affinity = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        (wanted,) = affinity["nodeSelectorTerms"][0]["matchFields"][0]["values"]
+        nodes = {node.name: node for node in gpu_nodes(self.cluster.all(NODE), self.cluster.all(POD))}
+        if wanted not in nodes or nodes[wanted].free < requested(pod["spec"], "nvidia.com/gpu"):
+            self.overcommitted.append(pod["metadata"]["name"])
+            condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no room"}
+            if (pod["status"].get("conditions") or [None])[0] != condition:
+                self.cluster.change(pod, conditions=[condition])
+            return
+        pod["spec"]["nodeName"] = wanted
+        self.cluster.touch(pod)
+
+    def _start(self, pod: Obj) -> None:
+        self.cluster.change(pod, phase="Running", containerStatuses=[trainer_container({"running": {}})])
+
+
+def trainer_container(state: Obj) -> Obj:
+    return {"name": "trainer", "state": state}
+
+
+def end_pod(cluster: MemoryCluster, pod: Obj, code: int, now: float, reason: str = "Completed") -> None:
+    """The trainer container ends; without sidecars the pod does too."""
+    terminated = {"exitCode": code, "reason": reason, "finishedAt": record.rfc3339(now)}
+    phase = "Failed" if code else "Succeeded"
+    cluster.change(pod, phase=phase, containerStatuses=[trainer_container({"terminated": terminated})])
+
+
+def report(world: MemoryWorld, pod: Obj, activity: str, outcome: str | None = None, step: int = 5) -> None:
+    """What rank 0 of a replica writes."""
+    labels = pod["metadata"]["labels"]
+    replica = int(labels["crosscloud.dev/replica"])
+    env = {item["name"]: item.get("value") for item in pod["spec"]["containers"][0]["env"]}
+    namespace, name = env["CROSSCLOUD_REPORT"].removeprefix("configmap:").split("/")
+    cluster = next(cluster for cluster in world.clusters.values() if pod in cluster.objects.values())
+    config_map = cluster.find(CONFIG_MAP, name, namespace)
+    assert config_map is not None
+    document: Obj = {
+        "apiVersion": "report.crosscloud.dev/v1",
+        "attempt": int(labels["crosscloud.dev/attempt"]),
+        "home": 1,
+        "term": 1,
+        "view": 1,
+        "replica": replica,
+        "incarnation": int(labels["crosscloud.dev/incarnation"]),
+        "sequence": int(world.clock) * 10 + step,
+        "time": record.rfc3339(world.clock),
+        "activity": activity,
+        "progress": {"step": step, "totalSteps": 10, "round": 1, "tokens": 100 * step, "digest": "abc", "loss": 2.5},
+    }
+    if outcome:
+        document["completion"] = {"outcome": outcome, "exitCode": 0, "message": "done", "resultUri": "s3://models/demo/result"}
+    config_map["data"] = {"report.json": json.dumps(document)}
+    cluster.touch(config_map)
+
+
+def reports_of(cluster: MemoryCluster, attempt: str) -> list[Obj]:
+    return [
+        pod
+        for pod in cluster.all(POD)
+        if pod["metadata"]["labels"].get("crosscloud.dev/attempt") == attempt
+        and any(item["name"] == "CROSSCLOUD_REPORT" for item in pod["spec"]["containers"][0]["env"])
+    ]
+
+
+class Lab:
+    """Operator and players together, one move after the other."""
+
+    def __init__(self, world: MemoryWorld, settings: JobSettings = SETTINGS) -> None:
+        self.world = world
+        self.settings = settings
+        self.kubelets = [Kubelet(world, cluster) for cluster in world.clusters.values()]
+
+    async def look(self, name: str = "demo") -> float | None:
+        return await reconcile(self.world, "ml", name, self.settings)
+
+    def play(self) -> None:
+        for kubelet in self.kubelets:
+            if kubelet.cluster.reachable:
+                kubelet.step()
+
+    async def turn(self, *names: str, seconds: float = 1.0) -> None:
+        """Every job is looked at, then everybody else moves, then time goes on."""
+        for name in names or [item["metadata"]["name"] for item in self.world.real_hub.all(JOB)]:
+            await self.look(name)
+        self.play()
+        self.world.clock += seconds
+
+    async def until(self, condition: Callable[[], bool], turns: int = 100, seconds: float = 1.0) -> None:
+        for _ in range(turns):
+            if condition():
+                return
+            await self.turn(seconds=seconds)
+        raise AssertionError(f"did not come true within {turns} turns; status: {self.status()}")
+
+    def status(self, name: str = "demo") -> record.JobStatus:
+        found = self.world.real_hub.find(JOB, name)
+        return record.read_status(found.get("status") if found else None)
+
+    def reason(self, name: str = "demo") -> str:
+        condition = self.status(name).condition("Running")
+        return condition.reason if condition else ""
+
+    def pods(self, name: str = "demo") -> list[Obj]:
+        return [
+            pod
+            for cluster in self.world.clusters.values()
+            for pod in cluster.all(POD)
+            if pod["metadata"]["labels"].get("crosscloud.dev/job") == name
+        ]
+
+    def cluster_of(self, pod: Obj) -> MemoryCluster:
+        return next(cluster for cluster in self.world.clusters.values() if pod in cluster.objects.values())
+
+    def finish(self, name: str = "demo") -> None:
+        """All trainers of the job end well, and say so."""
+        for pod in self.pods(name):
+            if any(item["name"] == "CROSSCLOUD_REPORT" for item in pod["spec"]["containers"][0]["env"]):
+                report(self.world, pod, "Ended", "Succeeded", step=10)
+        for pod in self.pods(name):
+            end_pod(self.cluster_of(pod), pod, 0, self.world.clock)
+
+    def submit(self, obj: Obj) -> Obj:
+        return self.world.real_hub.put(obj)
+
+
+def seeded_fate(seed: int, chance: float, kinds: tuple[str, ...]) -> Callable[[str], str | None]:
+    """Something happens at each call with this chance."""
+    dice = random.Random(seed)
+
+    def fate(call: str) -> str | None:
+        return dice.choice(kinds) if dice.random() < chance else None
+
+    return fate
