@@ -5,8 +5,9 @@ payload of the cells that they own, adds what it owns itself once everybody's pa
 A message carries attempt, home, term, view and round; older ones are dropped. What was sent is kept until the whole
 view is known to have prepared the round, so that it can be sent again to a peer that has lost it.
 
-A replica is at most one round ahead of another: it can't end a round without the other's word. So messages of the round
-after the present one may come early, and none of a later one.
+A replica can't end a round without the word of every other, so it is at most one round ahead of them. A rank may lag
+behind its own replica by one more, while the others needed no cell of it. So messages of the two rounds after the
+present one may come early, and none of a later one.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class Rounds:
             self._take_part(peer, head, message)
 
     def _take_part(self, peer: Peer, head: Head, message: Message) -> None:
-        if self.number and not self._first <= head.round <= self.number + 1:
+        if self.number and not self._first <= head.round <= self.number + 2:
             began = f"this replica began with round {self._first} and is in round {self.number}"
             raise RoundFailed(f"{named(peer)} is in round {head.round}, {began}")
         if head.round < self.number or head.round <= self.settled:
