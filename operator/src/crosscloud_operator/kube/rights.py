@@ -22,8 +22,6 @@ class Right:
         return {"apiGroups": [self.group], "resources": list(self.resources), "verbs": list(self.verbs)}
 
 
-_MAKE = ("get", "list", "create", "patch", "delete")
-
 # In the whole member: what planning and the informers read.
 MEMBER_VIEW_RIGHTS: tuple[Right, ...] = (
     Right("", ("nodes", "namespaces"), ("get", "list", "watch"), "plan: GPUs, labels, allowed namespaces"),
@@ -33,11 +31,14 @@ MEMBER_VIEW_RIGHTS: tuple[Right, ...] = (
 
 # In the namespaces that jobs may use, and in no other.
 MEMBER_RUN_RIGHTS: tuple[Right, ...] = (
-    Right("", ("pods", "configmaps"), _MAKE, "run jobs: pods; anchor, documents, reports"),
-    Right("", ("secrets", "services", "serviceaccounts"), _MAKE, "keys of pods, addresses, who writes reports"),
-    Right("apps", ("deployments",), _MAKE, "the job's gateway"),
-    Right("networking.k8s.io", ("networkpolicies",), _MAKE, "only the job's own pods reach its pods"),
-    Right("rbac.authorization.k8s.io", ("roles", "rolebindings"), _MAKE, "a pod may write its own report only"),
+    Right("", ("pods",), ("get", "list", "create", "patch", "delete"), "run jobs; lift the gates"),
+    # `update` only because a job's own Role grants it for the reports, and nobody may grant what he lacks.
+    Right("", ("configmaps",), ("get", "list", "create", "patch", "update", "delete"), "anchor, documents, reports"),
+    Right("", ("secrets",), ("get", "create", "patch", "delete"), "keys of the job's pods, storage credentials"),
+    Right("", ("services", "serviceaccounts"), ("get", "create"), "addresses; who writes reports"),
+    Right("apps", ("deployments",), ("get", "list", "create", "delete"), "the job's gateway"),
+    Right("networking.k8s.io", ("networkpolicies",), ("get", "create"), "only the job's own pods reach its pods"),
+    Right("rbac.authorization.k8s.io", ("roles", "rolebindings"), ("get", "create"), "a pod may write its own report"),
 )
 
 HUB_RIGHTS: tuple[Right, ...] = (

@@ -157,7 +157,8 @@ class KubeWorld:
             return
         named = secret_name(member)
         try:
-            access = self._access(named)
+            # In a thread: a hostile file may take seconds to read.
+            access = await asyncio.to_thread(self._access, named)
         except Unusable as fault:
             log.warning("%s: %s", name, fault.message)
             self._unusable[name] = fault
