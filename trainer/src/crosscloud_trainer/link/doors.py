@@ -88,11 +88,11 @@ class Doors:
             self._refusals.add("too many handshakes", wire.address, f"{self._handshakes} are unfinished")
             wire.abort()
             return
+        self._handshakes += 1
         self.start(asyncio.create_task(self._serve(wire)))
 
     async def _serve(self, wire: Wire) -> None:
         address = wire.address
-        self._handshakes += 1
         try:
             channel = await self._meet(wire, address)
         finally:
