@@ -22,9 +22,9 @@ class EncodedCells:
 
     @staticmethod
     def received(codec: Codec, index: Index, ids: Ids, buffer: bytes | bytearray | memoryview) -> "EncodedCells":
-        """Cells from bytes that came from elsewhere: raises PayloadError unless they may be decoded."""
-        array = np.frombuffer(buffer, dtype=np.uint8)
-        data = torch.from_numpy(array if array.flags.writeable else array.copy())
+        """Cells from a copy of bytes that came from elsewhere: raises PayloadError unless they may be decoded."""
+        data = torch.empty(len(buffer), dtype=torch.uint8)
+        data.numpy()[:] = np.frombuffer(buffer, dtype=np.uint8)
         lengths = index.lengths(ids)
         check_payload(codec, data, lengths)
         return EncodedCells(codec, ids, lengths, data)

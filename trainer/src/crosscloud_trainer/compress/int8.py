@@ -110,4 +110,6 @@ def _width(part: slice) -> int:
 
 def _scales(encoded: torch.Tensor, length: int) -> torch.Tensor:
     """Scales of cells of one length, shape (cells, blocks), from their bytes."""
-    return encoded[:, : FP32_BYTES * _blocks(length)].clone().contiguous().view(torch.float32)
+    # A flat copy, since bytes can be seen as fp32 only where they are aligned.
+    scales = encoded[:, : FP32_BYTES * _blocks(length)].flatten().clone()
+    return scales.view(torch.float32).view(len(encoded), _blocks(length))

@@ -1,0 +1,50 @@
+"""Starts ranks as processes by torchrun, one process group for each replica."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+SOURCES = TESTS.parents[1] / "trainer" / "src"
+DEADLINE = 300
+
+
+class Replica:
+    """The ranks of one replica, started; `result` waits for their end."""
+
+    def __init__(self, program: str, ranks: int, *arguments: str) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(SOURCES), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        self._process = subprocess.Popen(
+            [*command, str(TESTS / program), *arguments],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def result(self) -> Any:
+        """What rank 0 printed last, from JSON; AssertionError with all output if a rank failed."""
+        try:
+            out, err = self._process.communicate(timeout=DEADLINE)
+        finally:
+            self._process.kill()
+        assert self._process.returncode == 0, err[-6000:]
+        return json.loads(out.strip().splitlines()[-1])
+
+
+def ours(scenario: str, ranks: int, **arguments: Any) -> Replica:
+    return Replica("our_engine.py", ranks, scenario, json.dumps(arguments))
+
+
+def plain(ranks: int, stage: int, precision: str, clip_norm: float = 0.0) -> Replica:
+    return Replica("plain_deepspeed.py", ranks, str(stage), precision, str(clip_norm))

@@ -1,0 +1,116 @@
+"""Rounds on one machine: an exchange over a torch store (of threads or of processes), and a replica whose ranks are threads."""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed import Store
+
+from crosscloud_trainer.compress import Codec, EncodedCells, Reducer
+from crosscloud_trainer.exchange import RoundRequest, RoundResult
+from crosscloud_trainer.layout import HolderMap, Ids, Index
+from crosscloud_trainer.topology import own_cells, peers
+
+
+class StoreExchange:
+    """The exchange of one rank; each message is one key of a store that all ranks of all replicas share."""
+
+    def __init__(
+        self,
+        store: Store,
+        index: Index,
+        holders: Mapping[int, HolderMap],
+        replica: int,
+        rank: int,
+        codec: Codec,
+        *,
+        error_feedback: bool = True,
+    ) -> None:
+        self.view = tuple(sorted(holders))
+        self.replica = replica
+        self.rank = rank
+        self.prepared_rounds: list[int] = []
+        self._store = store
+        self._index = index
+        self._codec = codec
+        self._peers = peers(index, self.view, holders, replica, rank)
+        owned = own_cells(index, self.view, holders[replica], replica, rank)
+        self._reducer = Reducer(codec, index, owned, error_feedback=error_feedback)
+
+    def exchange(self, request: RoundRequest) -> RoundResult:
+        number, payload = request.round, request.payload
+        header = {"weight": request.weight, "digest": request.digest}
+        self._store.set(f"{number}/head/{self.replica}/{self.rank}", json.dumps(header))
+        heads = {replica: json.loads(self._store.get(f"{number}/head/{replica}/0")) for replica in self.view}
+        weights = {replica: head["weight"] for replica, head in heads.items()}
+        digests = {replica: head["digest"] for replica, head in heads.items()}
+        if not any(weights.values()):
+            return RoundResult(None, weights, digests)
+        if payload is not None:
+            for peer, cells in self._peers.items():
+                self._send(number, "payload", peer, payload.select(cells.send))
+        owned = self._reduce(number, weights, payload)
+        for peer, cells in self._peers.items():
+            self._send(number, "result", peer, owned.select(cells.receive))
+        parts = [self._receive(number, "result", peer, cells.send) for peer, cells in self._peers.items()]
+        return RoundResult(EncodedCells.merged([owned, *parts]), weights, digests)
+
+    def prepared(self, round_number: int) -> None:
+        self.prepared_rounds.append(round_number)
+
+    def _reduce(self, number: int, weights: Mapping[int, int], payload: EncodedCells | None) -> EncodedCells:
+        payloads: dict[int, EncodedCells | None] = {replica: None for replica in self.view}
+        if payload is not None:
+            payloads[self.replica] = payload.select(self._reducer.owned)
+        for replica in self.view:
+            if replica != self.replica and weights[replica]:
+                parts = [
+                    self._receive(number, "payload", peer, cells.receive)
+                    for peer, cells in self._peers.items()
+                    if peer[0] == replica
+                ]
+                empty = self._index.lengths(self._reducer.owned[:0])
+                nothing = EncodedCells(self._codec, self._reducer.owned[:0], empty, torch.empty(0, dtype=torch.uint8))
+                payloads[replica] = EncodedCells.merged([nothing, *parts])
+        return self._reducer.reduce(payloads, weights)
+
+    def _send(self, number: int, kind: str, peer: tuple[int, int], cells: EncodedCells) -> None:
+        self._store.set(f"{number}/{kind}/{self.replica}/{self.rank}/{peer}", bytes(cells.buffer()))
+
+    def _receive(self, number: int, kind: str, peer: tuple[int, int], ids: Ids) -> EncodedCells:
+        sender = f"{peer[0]}/{peer[1]}"
+        buffer = self._store.get(f"{number}/{kind}/{sender}/{(self.replica, self.rank)}")
+        return EncodedCells.received(self._codec, self._index, ids, buffer)
+
+
+class ThreadGroup:
+    """One rank of a replica whose ranks are threads of this process."""
+
+    def __init__(self, rank: int, slots: list[list[torch.Tensor]], barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self.ranks = len(slots)
+        self._slots = slots
+        self._barrier = barrier
+
+    @staticmethod
+    def of(ranks: int) -> "list[ThreadGroup]":
+        slots: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+        barrier = threading.Barrier(ranks, timeout=60)
+        return [ThreadGroup(rank, slots, barrier) for rank in range(ranks)]
+
+    def abort(self) -> None:
+        """Lets the other ranks fail at once instead of waiting for this one."""
+        self._barrier.abort()
+
+    def total(self, counts: Sequence[int]) -> list[int]:
+        parts = self.swap([torch.tensor(list(counts))] * self.ranks, [len(counts)] * self.ranks)
+        return [int(count) for count in torch.stack(parts).sum(0).tolist()]
+
+    def swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[int]) -> list[torch.Tensor]:
+        self._slots[self.rank] = list(outgoing)
+        self._barrier.wait()
+        received = [slot[self.rank].clone() for slot in self._slots]
+        self._barrier.wait()
+        assert [part.numel() for part in received] == list(incoming)
+        return received

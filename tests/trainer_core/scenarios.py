@@ -1,0 +1,172 @@
+"""What a replica of real ranks does in a test: each is called on every rank, what it returns on rank 0 goes to the test."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from trainer_core.local_exchange import StoreExchange
+from trainer_core.tiny_llama import STEPS, batches, loss_of, model, optimizer_and_schedule
+
+from crosscloud_trainer.compress import codec_named
+from crosscloud_trainer.diloco import DiLoCo
+from crosscloud_trainer.engine import Engine, EngineError, EngineSettings, TooManySkippedStepsError, build
+from crosscloud_trainer.group import TorchGroup
+from crosscloud_trainer.layout import HolderMap
+from crosscloud_trainer.outer import OuterSettings
+
+
+def engine_of(stage: int, precision: Any = "fp32", **settings: Any) -> Engine:
+    llama = model()
+    optimizer, schedule = optimizer_and_schedule(llama)
+    return build(llama, optimizer, EngineSettings(stage, precision, 2, **settings), schedule)  # type: ignore[arg-type]
+
+
+def store_of(port: int) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
+
+
+def alone(device: torch.device, stage: int, precision: str, clip_norm: float | None = None) -> Any:
+    """One replica that trains by itself, with windows of 7 steps."""
+    engine = engine_of(stage, precision, clip_norm=clip_norm)
+    exchange = StoreExchange(dist.HashStore(), engine.index, {0: engine.layout.holders}, 0, engine.rank, codec_named("None"))
+    algorithm = DiLoCo(
+        engine.layout,
+        engine.shard,
+        TorchGroup(device),
+        exchange,
+        codec_named("None"),
+        inner_steps=7,
+        settings=OuterSettings(),
+    )
+    losses, digests = [], []
+    for tokens in batches(engine.rank, STEPS):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        losses.append(loss_of(loss))
+        engine.backward(loss)
+        engine.step()
+        report = algorithm.on_step(tokens.numel())
+        if report is not None:
+            engine.refresh()
+            digests.append(report.digest)
+    return {"losses": losses, "digests": digests}
+
+
+def replica_of_a_job(
+    device: torch.device, port: int, replica: int, stage: int, precision: str, codec: str, rounds: int
+) -> Any:
+    """One of two replicas that exchange by a store; the other one has other ranks and another ZeRO stage."""
+    store = store_of(port)
+    engine = engine_of(stage, precision)
+    if engine.rank == 0:
+        store.set(f"holders/{replica}", repr(engine.layout.holders.runs()))
+    holders = {
+        number: HolderMap.from_runs(engine.index.cells, _runs(store.get(f"holders/{number}"))) for number in (0, 1)
+    }
+    exchange = StoreExchange(store, engine.index, holders, replica, engine.rank, codec_named(codec))
+    algorithm = DiLoCo(
+        engine.layout,
+        engine.shard,
+        TorchGroup(device),
+        exchange,
+        codec_named(codec),
+        inner_steps=2,
+        settings=OuterSettings(),
+    )
+    data = batches(100 * replica + engine.rank, 2 * rounds)
+    result: dict[str, list[Any]] = {"digests": [], "weights": [], "losses": []}
+    for tokens in data:
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        report = algorithm.on_step(tokens.numel())
+        if report is not None:
+            engine.refresh()
+            probe = next(iter(batches(7, 1)))
+            with torch.no_grad():
+                result["losses"].append(loss_of(engine(input_ids=probe, labels=probe).loss))
+            result["digests"].append(report.digest)
+            result["weights"].append({str(number): weight for number, weight in report.weights.items()})
+    return result
+
+
+def _runs(text: bytes) -> list[tuple[int, int, int]]:
+    numbers = [int(part) for part in text.decode().replace("(", "").replace(")", "").strip("[]").split(",")]
+    return [(numbers[i], numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)]
+
+
+def skipped_steps(device: torch.device, stage: int, precision: str, bad_rank: int, bad_value: float) -> Any:
+    """Gradients of one rank are spoilt in steps 3 and 4, and from step 6 on until the engine gives up."""
+    engine = engine_of(stage, precision, max_skipped_steps=3)
+    seen: dict[str, Any] = {"applied": [], "skipped": [], "finite": [], "error": ""}
+    for number, tokens in enumerate(batches(engine.rank, STEPS), start=1):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        spoilt = engine.rank == bad_rank and (number in (3, 4) or number >= 6)
+        engine.backward(loss * bad_value if spoilt else loss)
+        try:
+            step = engine.step()
+        except TooManySkippedStepsError as error:
+            seen["error"] = str(error)
+            break
+        assert step is not None
+        seen["applied"].append(step.applied)
+        seen["skipped"].append(step.skipped)
+        seen["finite"].append(bool(torch.isfinite(engine.shard.read()).all()))
+    return seen
+
+
+def accumulated(device: torch.device, stage: int) -> Any:
+    """Two micro-batches make one inner step."""
+    engine = engine_of(stage, accumulation_steps=2)
+    steps = []
+    for tokens in batches(engine.rank, 6):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        steps.append(engine.step() is not None)
+    return steps
+
+
+def refreshed(device: torch.device, stage: int, precision: str) -> Any:
+    """Largest difference between the weights that were written into the shards and the working weights of this rank."""
+    engine = engine_of(stage, precision)
+    tokens = next(iter(batches(engine.rank, 1)))
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    firsts = engine.index.first_elements
+    written = [firsts[i.parameter] + torch.arange(i.start, i.stop) for i in engine.shard.intervals]
+    engine.shard.write((torch.cat(written) % 256).float())
+    engine.refresh()
+    worst = 0.0
+    names = {p.name: number for number, p in enumerate(engine.index.parameters)}
+    for name, parameter in engine.module.named_parameters():
+        values = _gathered(parameter).float().flatten()
+        expected = ((firsts[names[name]] + torch.arange(values.numel())) % 256).float()
+        worst = max(worst, float((values - expected).abs().max()))
+    return worst
+
+
+def _gathered(parameter: torch.nn.Parameter) -> torch.Tensor:
+    import deepspeed
+
+    if not hasattr(parameter, "ds_id"):
+        return parameter.detach()
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def refused_optimizers(device: torch.device) -> Any:
+    """The message for each optimizer that an engine can't be built with."""
+    messages = []
+    llama = model()
+    foreign = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1)
+    frozen = torch.optim.SGD([next(llama.parameters()).requires_grad_(False)], lr=1)
+    other = model()
+    stepped = torch.optim.SGD(other.parameters(), lr=1, momentum=0.9)
+    for parameter in other.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    stepped.step()
+    for owner, optimizer in ((llama, foreign), (llama, frozen), (other, stepped)):
+        try:
+            build(owner, optimizer, EngineSettings(1, "fp32", 1))
+        except EngineError as error:
+            messages.append(str(error))
+    return messages

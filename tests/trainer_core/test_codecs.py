@@ -1,0 +1,229 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from trainer_core.reference import int8_decoded, int8_encoded
+
+from crosscloud_trainer.compress import EncodedCells, ErrorFeedback, NonFiniteError, PayloadError, codec_named
+from crosscloud_trainer.layout import Index
+
+CODECS = ["None", "Int8"]
+cell_lists = st.lists(st.integers(1, 600) | st.sampled_from([4095, 4096]), min_size=1, max_size=6)
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**127), max_value=2.0**127)
+
+
+@st.composite
+def batches(draw):
+    """Cells of unlike lengths with values of unlike magnitude, extreme ones among them."""
+    lengths = np.array(draw(cell_lists), dtype=np.int64)
+    seed = draw(st.integers(0, 2**32 - 1))
+    generator = np.random.default_rng(seed)
+    exponents = generator.integers(-44, 38, len(lengths)).repeat(lengths)
+    values = (generator.standard_normal(int(lengths.sum())) * 10.0**exponents).astype(np.float32)
+    for position, value in draw(st.dictionaries(st.integers(0, len(values) - 1), finite, max_size=5)).items():
+        values[position] = value
+    return np.clip(values, -(2.0**127), 2.0**127).astype(np.float32), lengths
+
+
+def cells_of(values, lengths):
+    return np.split(values, np.cumsum(lengths)[:-1])
+
+
+@given(batches())
+def test_int8_gives_the_bytes_that_numpy_computes_cell_by_cell(batch):
+    values, lengths = batch
+    expected = b"".join(int8_encoded(cell) for cell in cells_of(values, lengths))
+    assert codec_named("Int8").encode(torch.from_numpy(values), lengths).numpy().tobytes() == expected
+
+
+@given(batches())
+def test_int8_decodes_to_the_values_that_numpy_computes(batch):
+    values, lengths = batch
+    encoded = [int8_encoded(cell) for cell in cells_of(values, lengths)]
+    data = torch.from_numpy(np.frombuffer(b"".join(encoded), dtype=np.uint8).copy())
+    expected = np.concatenate([int8_decoded(cell, n) for cell, n in zip(encoded, lengths.tolist(), strict=True)])
+    assert codec_named("Int8").decode(data, lengths).numpy().tobytes() == expected.tobytes()
+
+
+@given(batches())
+def test_without_codec_the_bytes_are_little_endian_fp32(batch):
+    values, lengths = batch
+    data = codec_named("None").encode(torch.from_numpy(values), lengths)
+    assert data.numpy().tobytes() == values.astype("<f4").tobytes()
+    assert codec_named("None").decode(data, lengths).numpy().tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@given(batch=batches())
+def test_a_cell_has_the_same_bytes_alone_and_in_a_batch(codec, batch):
+    values, lengths = batch
+    codec = codec_named(codec)
+    together = codec.encode(torch.from_numpy(values), lengths).numpy().tobytes()
+    alone = [
+        codec.encode(torch.from_numpy(cell.copy()), np.array([len(cell)])).numpy().tobytes()
+        for cell in cells_of(values, lengths)
+    ]
+    assert together == b"".join(alone)
+
+
+@given(batches())
+def test_int8_is_off_by_half_a_step_at_most(batch):
+    values, lengths = batch
+    codec = codec_named("Int8")
+    decoded = codec.decode(codec.encode(torch.from_numpy(values), lengths), lengths).numpy()
+    for cell, result in zip(cells_of(values, lengths), cells_of(decoded, lengths), strict=True):
+        for start in range(0, len(cell), 256):
+            block = cell[start : start + 256].astype(np.float64)
+            error = np.abs(block - result[start : start + 256]).max()
+            assert error <= max(np.abs(block).max() / 127 * 0.5001, 127 * 2.0**-126)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("place", [0, 4096, 4999])
+def test_values_that_are_not_finite_are_refused_and_leave_the_residual_as_it_was(codec, bad, place):
+    lengths = np.array([4096, 904])
+    feedback = ErrorFeedback(codec_named(codec), lengths, torch.device("cpu"))
+    feedback.encode(torch.randn(5000))
+    before = feedback.residual.clone()
+    values = torch.randn(5000)
+    values[place] = bad
+    with pytest.raises(NonFiniteError):
+        codec_named(codec).encode(values, lengths)
+    with pytest.raises(NonFiniteError):
+        feedback.encode(values)
+    assert torch.equal(feedback.residual, before)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_values_of_1e38_are_sent_and_leave_finite_residuals_however_often(codec):
+    lengths = np.array([4096, 1])
+    feedback = ErrorFeedback(codec_named(codec), lengths, torch.device("cpu"))
+    values = torch.full((4097,), 1e38)
+    values[::3] = 1.1e34
+    values[1::3] = -(2.0**127)
+    for _ in range(20):
+        decoded = codec_named(codec).decode(feedback.encode(values), lengths)
+        assert torch.isfinite(decoded).all()
+        assert torch.isfinite(feedback.residual).all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 1e-40, 1.2e-38, 1.5e-36, 1.0])
+@pytest.mark.parametrize("elements", [1, 255, 257, 4096])
+def test_zeros_subnormals_and_single_elements_survive(codec, value, elements):
+    lengths = np.array([elements])
+    codec = codec_named(codec)
+    decoded = codec.decode(codec.encode(torch.full((elements,), value), lengths), lengths)
+    assert decoded.shape == (elements,)
+    assert (decoded - value).abs().max() <= max(127 * 2.0**-126 if codec.name == "Int8" else 0, value * 2.0**-23)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_no_cells_are_no_bytes(codec):
+    none = np.empty(0, dtype=np.int64)
+    data = codec_named(codec).encode(torch.empty(0), none)
+    assert data.shape == (0,)
+    assert codec_named(codec).decode(data, none).shape == (0,)
+    assert ErrorFeedback(codec_named(codec), none, torch.device("cpu")).encode(torch.empty(0)).shape == (0,)
+
+
+@given(st.data())
+def test_error_feedback_sends_what_numpy_says_and_keeps_the_rest(data):
+    lengths = np.array([300, 20])
+    feedback = ErrorFeedback(codec_named("Int8"), lengths, torch.device("cpu"))
+    residual = np.zeros(320, dtype=np.float32)
+    for _ in range(3):
+        values = data.draw(arrays(np.float32, 320, elements=st.floats(-1e3, 1e3, width=32), fill=st.just(0.5)))
+        wanted = values + residual
+        encoded = [int8_encoded(cell) for cell in cells_of(wanted, lengths)]
+        assert feedback.encode(torch.from_numpy(values)).numpy().tobytes() == b"".join(encoded)
+        decoded = [int8_decoded(cell, n) for cell, n in zip(encoded, [300, 20], strict=True)]
+        residual = wanted - np.concatenate(decoded)
+        assert feedback.residual.numpy().tobytes() == residual.tobytes()
+
+
+def test_error_feedback_of_some_cells_leaves_the_residuals_of_the_others():
+    lengths = np.array([4096, 4096, 7, 4096])
+    values = torch.randn(int(lengths.sum()))
+    together = ErrorFeedback(codec_named("Int8"), lengths, torch.device("cpu"))
+    apart = ErrorFeedback(codec_named("Int8"), lengths, torch.device("cpu"))
+    parts = values.split(lengths.tolist())
+    for _ in range(2):
+        all_bytes = together.encode(values)
+        second = apart.encode(torch.cat([parts[1], parts[2]]), np.array([1, 2]))
+        first = apart.encode(torch.cat([parts[0], parts[3]]), np.array([0, 3]))
+        a, b, c, d = all_bytes.split([4160, 4160, 11, 4160])
+        assert torch.equal(first, torch.cat([a, d]))
+        assert torch.equal(second, torch.cat([b, c]))
+        assert torch.equal(together.residual, apart.residual)
+
+
+@pytest.mark.parametrize(("codec", "error_feedback"), [("None", True), ("Int8", False)])
+def test_no_residual_is_kept_where_none_is_of_use(codec, error_feedback):
+    feedback = ErrorFeedback(codec_named(codec), np.array([9]), torch.device("cpu"), enabled=error_feedback)
+    feedback.encode(torch.randn(9))
+    assert feedback.residual.shape == (0,)
+
+
+@st.composite
+def selections(draw):
+    index = Index.of(draw(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 13_000), min_size=1)))
+    chosen = draw(st.lists(st.booleans(), min_size=index.cells, max_size=index.cells))
+    return index, np.flatnonzero(np.array(chosen, dtype=bool))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@given(selection=selections())
+def test_cells_taken_apart_and_merged_are_the_same_bytes(codec, selection):
+    index, ids = selection
+    codec = codec_named(codec)
+    data = codec.encode(torch.randn(index.elements), index.cell_lengths)
+    everything = EncodedCells(codec, np.arange(index.cells), index.cell_lengths, data)
+    part, rest = everything.select(ids), everything.select(np.setdiff1d(everything.ids, ids))
+    again = EncodedCells.received(codec, index, ids, bytes(part.buffer()))
+    assert EncodedCells.merged([rest, again]).buffer() == everything.buffer()
+    starts = np.cumsum(everything.sizes) - everything.sizes
+    expected = [data[starts[i] : starts[i] + everything.sizes[i]].numpy().tobytes() for i in ids]
+    assert bytes(part.buffer()) == b"".join(expected)
+
+
+def test_cells_that_are_not_there_or_come_twice_are_refused():
+    codec, index = codec_named("None"), Index.of({"a": 5000})
+    cells = EncodedCells(codec, np.array([0]), np.array([4096]), codec.encode(torch.ones(4096), np.array([4096])))
+    with pytest.raises(ValueError, match="not in the batch"):
+        cells.select(np.array([1]))
+    with pytest.raises(ValueError, match="in common"):
+        EncodedCells.merged([cells, cells])
+    with pytest.raises(PayloadError, match="16384 bytes; 1 cells in None have 3616"):
+        EncodedCells.received(codec, index, np.array([1]), cells.buffer())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 2e36])
+def test_received_scales_that_are_not_finite_or_negative_are_refused(value):
+    codec, index = codec_named("Int8"), Index.of({"a": 4096 + 300})
+    data = codec.encode(torch.ones(index.elements), index.cell_lengths).numpy()
+    data[-308:-304] = np.frombuffer(np.float32(value).tobytes(), dtype=np.uint8)
+    with pytest.raises(PayloadError, match="not finite"):
+        EncodedCells.received(codec, index, np.arange(2), data.tobytes())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+def test_received_fp32_values_that_are_not_finite_are_refused(value):
+    with pytest.raises(PayloadError, match="not finite"):
+        EncodedCells.received(
+            codec_named("None"), Index.of({"a": 2}), np.array([0]), np.array([1, value], dtype="<f4").tobytes()
+        )
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@given(garbage=st.binary(max_size=40))
+def test_garbage_is_decoded_or_refused_but_never_to_anything_not_finite(codec, garbage):
+    index = Index.of({"a": 3})
+    try:
+        cells = EncodedCells.received(codec_named(codec), index, np.array([0]), garbage)
+    except PayloadError:
+        return
+    assert torch.isfinite(cells.decode()).all()
