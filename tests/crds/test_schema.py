@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from crdfiles import JOB_CRD, MEMBER_CRD, load_yaml, properties, schema_of
 
+from crosscloud_operator.domain.record import JobStatus
 from crosscloud_trainer.contract import JobSpec, dump
 from crosscloud_trainer.contract.reading import QUANTITY_PATTERN, Rule, camel, fields_of
 
@@ -106,6 +107,17 @@ def test_every_field_of_the_spec_has_the_type_default_and_limits_of_the_contract
     assert config.pop("properties") == {"model_type": {"type": "string"}}
     assert config.pop("required") == ["model_type"]
     assert spec == as_sets(expected_object(JobSpec))
+
+
+def test_the_status_has_the_fields_and_types_that_the_operator_writes() -> None:
+    """The API server drops what it doesn't know, so that a field forgotten here would be lost without a word."""
+
+    def shape(schema: dict[str, Any]) -> Any:
+        if schema["type"] == "object":
+            return {name: shape(below) for name, below in schema["properties"].items()}
+        return [shape(schema["items"])] if schema["type"] == "array" else schema["type"]
+
+    assert shape(schema_of(JOB_CRD)["properties"]["status"]) == shape(expected_object(JobStatus))
 
 
 @pytest.mark.parametrize("crd", [JOB_CRD, MEMBER_CRD], ids=lambda crd: crd.stem)
