@@ -205,7 +205,9 @@ class MemoryCluster:
     def _store(self, old: Obj, new: Obj) -> Obj:
         added = set(new["metadata"].get("finalizers") or ()) - set(old["metadata"].get("finalizers") or ())
         if added and old["metadata"].get("deletionTimestamp"):
-            raise Refused("metadata.finalizers: Forbidden: no new finalizers can be added if the object is being deleted")
+            raise Refused(
+                "metadata.finalizers: Forbidden: no new finalizers can be added if the object is being deleted"
+            )
         if _content(new) == _content(old):
             return copy.deepcopy(old)
         for name in ("uid", "resourceVersion"):
@@ -326,7 +328,10 @@ class MemoryWorld:
             {
                 "apiVersion": "v1",
                 "kind": "Node",
-                "metadata": {"name": name, "labels": {"nvidia.com/gpu.product": product, "kubernetes.io/hostname": name}},
+                "metadata": {
+                    "name": name,
+                    "labels": {"nvidia.com/gpu.product": product, "kubernetes.io/hostname": name},
+                },
                 "spec": more,
                 "status": {
                     "allocatable": {"cpu": "8", "nvidia.com/gpu": str(gpus)},

@@ -1,4 +1,4 @@
-"""Who acts beside the operator: scheduler, kubelet, trainers, garbage collector, and the fate that kills the operator."""
+"""Who acts beside the operator: scheduler, kubelet, trainers, garbage collector, and a fate that kills the operator."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from operator_core.memory import MemoryCluster, MemoryWorld
+
 from crosscloud_operator.domain import record
 from crosscloud_operator.domain.inventory import gpu_nodes
 from crosscloud_operator.domain.scheduling import requested
 from crosscloud_operator.domain.settings import JobSettings
 from crosscloud_operator.kube.api import CONFIG_MAP, JOB, NODE, POD, Kind, Obj, Ref, Unreachable
 from crosscloud_operator.reconcile import reconcile
-from operator_core.memory import MemoryCluster, MemoryWorld
 
 SETTINGS = JobSettings(
     hub="hub-1", operator_namespace="crosscloud", trainer_image="trainer:1", gateway_image="gateway:1"
@@ -109,7 +110,7 @@ class Kubelet:
         for pod in self.cluster.all(POD):
             if pod["metadata"].get("deletionTimestamp"):
                 self.cluster.purge(pod)
-            elif pod["spec"].get("schedulingGates"):
+            elif pod["spec"].get("schedulingGates") or "affinity" not in pod["spec"]:
                 continue
             elif not pod["spec"].get("nodeName"):
                 self._bind(pod)
@@ -168,7 +169,12 @@ def report(world: MemoryWorld, pod: Obj, activity: str, outcome: str | None = No
         "progress": {"step": step, "totalSteps": 10, "round": 1, "tokens": 100 * step, "digest": "abc", "loss": 2.5},
     }
     if outcome:
-        document["completion"] = {"outcome": outcome, "exitCode": 0, "message": "done", "resultUri": "s3://models/demo/result"}
+        document["completion"] = {
+            "outcome": outcome,
+            "exitCode": 0,
+            "message": "done",
+            "resultUri": "s3://models/demo/result",
+        }
     config_map["data"] = {"report.json": json.dumps(document)}
     cluster.touch(config_map)
 

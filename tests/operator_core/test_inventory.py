@@ -62,13 +62,20 @@ def test_init_containers_count_by_the_rule_of_kubernetes(
     assert scheduling.requested(spec, GPU) == expected
 
 
-@pytest.mark.parametrize(("text", "expected"), [("4", 4), (4, 4), ("1k", 1000), ("", 0), ("x", 0), ("-1", 0), ("1.5", 0)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("4", 4), (4, 4), ("1k", 1000), ("", 0), ("x", 0), ("-1", 0), ("1.5", 0)]
+)
 def test_what_is_no_count_of_devices_offers_none(text: object, expected: int) -> None:
     assert scheduling.count(text) == expected
 
 
 def test_nodes_that_take_nothing_now_say_why() -> None:
-    nodes = [node("a", "4", ready="False"), node("b", "4", unschedulable=True), node("c", "0"), node("d", "4", "Unknown")]
+    nodes = [
+        node("a", "4", ready="False"),
+        node("b", "4", unschedulable=True),
+        node("c", "0"),
+        node("d", "4", "Unknown"),
+    ]
     found = {item.name: item.excluded for item in inventory.gpu_nodes(nodes, [])}
     assert found == {"a": "NotReady", "b": "cordoned", "d": "NotReady"}
 
@@ -86,7 +93,10 @@ def test_pools_are_nodes_alike_in_product_label_and_taints() -> None:
 def test_the_gateway_is_reached_at_the_address_set_or_at_a_ready_node() -> None:
     first, second = node("n1", "1", ready="False"), node("n2", "1")
     first["status"]["addresses"] = [{"type": "ExternalIP", "address": "192.0.2.1"}]
-    second["status"]["addresses"] = [{"type": "InternalIP", "address": "10.0.0.2"}, {"type": "Hostname", "address": "n2"}]
+    second["status"]["addresses"] = [
+        {"type": "InternalIP", "address": "10.0.0.2"},
+        {"type": "Hostname", "address": "n2"},
+    ]
     assert inventory.gateway_host({}, [first, second]) == "10.0.0.2"
     assert inventory.gateway_host({"spec": {"gateway": {"address": "gw.example.org"}}}, [second]) == "gw.example.org"
     assert inventory.gateway_host({}, [first]) is None

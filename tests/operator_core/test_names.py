@@ -14,7 +14,9 @@ DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # what a Service's name mu
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
 
 # DNS-1123 subdomains, as the API server accepts them for metadata.name
-job_names = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?){0,3}", fullmatch=True)
+job_names = st.from_regex(
+    r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?){0,3}", fullmatch=True
+)
 numbers = st.integers(0, 99_999)
 pod_ids = st.builds(PodId, numbers, numbers, numbers, numbers, numbers)
 

@@ -105,7 +105,7 @@ def pod_state(planned: PlannedPod, raw: Obj | None, *, known: bool) -> PodState:
             (n for n, gate in enumerate(spec.get("schedulingGates") or ()) if gate.get("name") == names.GATE), None
         ),
         bound=bool(spec.get("nodeName")),
-        started=bool(state.get("running") or state.get("terminated")),
+        started=any(state.get(word) is not None for word in ("running", "terminated")),
         leaving=bool(meta.get("deletionTimestamp")),
         finished=status.get("phase") in ENDED,
         end=end_of(raw),

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from crosscloud_trainer.contract import dump, read
+from crosscloud_trainer.contract.reading import camel, fields_of
 
 
 @dataclass(frozen=True)
@@ -216,15 +217,9 @@ def _known(kind: Any, data: Any) -> Any:
     """`data` without the fields that `kind` doesn't have: an older operator may have to read a newer one's status."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         kind = next(item for item in typing.get_args(kind) if item is not type(None))
-    if dataclasses.is_dataclass(kind) and isinstance(data, Mapping):
-        hints = typing.get_type_hints(kind)
-        names = {_camel(name): hint for name, hint in hints.items()}
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(data, Mapping):
+        names = {camel(name): hint for name, hint, _, _ in fields_of(kind)}
         return {key: _known(names[key], value) for key, value in data.items() if key in names}
     if typing.get_origin(kind) is tuple and isinstance(data, list):
         return [_known(typing.get_args(kind)[0], item) for item in data]
     return data
-
-
-def _camel(name: str) -> str:
-    head, *rest = name.split("_")
-    return head + "".join(part.capitalize() for part in rest)

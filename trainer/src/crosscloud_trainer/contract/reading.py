@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 import math
 import re
@@ -122,9 +123,15 @@ def dump_json(obj: Any) -> str:
 
 def fields_of(cls: type) -> Iterator[tuple[str, Any, Rule, dataclasses.Field[Any]]]:
     """(attribute, type, rule, field) of each field, with type hints resolved."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for field in dataclasses.fields(cls):
         yield field.name, hints[field.name], field.metadata.get("rule", NO_RULE), field
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Resolving annotations costs more than reading the document itself."""
+    return typing.get_type_hints(cls)
 
 
 def _read(kind: Any, limits: Rule, data: Any, path: str, problems: list[Problem]) -> Any:
