@@ -127,8 +127,7 @@ class Wan:
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._black_hole = False
         self._break_after: int | None = None
-        self.carried = 0
-        self.accepted = 0
+        self._cut_after: int | None = None
         self.breaks = 0
         self._stop = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -137,6 +136,10 @@ class Wan:
     def cut(self) -> None:
         """From now on no byte passes and no connection ends: neither side is told."""
         self._black_hole = True
+
+    def cut_after(self, count: int) -> None:
+        """Cuts once `count` more bytes have passed, perhaps within a frame."""
+        self._cut_after = count
 
     def heal(self) -> None:
         """New connections pass. Those of before stay dead, as after a long cut."""
@@ -166,7 +169,6 @@ class Wan:
 
     def _accept(self) -> None:
         near, _ = self._listener.accept()
-        self.accepted += 1
         try:
             far = socket.create_connection(("127.0.0.1", self._target), 5)
         except OSError:
@@ -181,7 +183,8 @@ class Wan:
             self._selector.unregister(source)
             return
         sink = self._pairs[source]
-        room = 65536 if self._break_after is None else max(1, min(65536, self._break_after))
+        bounds = [65536, *(b for b in (self._break_after, self._cut_after) if b is not None)]
+        room = max(1, min(bounds))
         try:
             data = source.recv(room)
             if not data:
@@ -191,7 +194,10 @@ class Wan:
         except OSError:
             self._drop(source)
             return
-        self.carried += len(data)
+        if self._cut_after is not None:
+            self._cut_after -= len(data)
+            if self._cut_after <= 0:
+                self._cut_after, self._black_hole = None, True
         if self._break_after is not None:
             self._break_after -= len(data)
             if self._break_after <= 0:
