@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +33,10 @@ def divisors(number: int) -> list[int]:
 @given(Splits, st.integers(0, 200))
 def test_ranks_of_all_replicas_never_share_a_sequence_in_a_step(split: Split, step: int) -> None:
     assume(split.steps_per_epoch)
-    ranks = {replica: divisors(split.batch_size)[replica % len(divisors(split.batch_size))] for replica in range(split.replicas)}
+    ranks = {
+        replica: divisors(split.batch_size)[replica % len(divisors(split.batch_size))]
+        for replica in range(split.replicas)
+    }
     taken = [
         int(number)
         for replica, count in ranks.items()
@@ -48,7 +50,9 @@ def test_ranks_of_all_replicas_never_share_a_sequence_in_a_step(split: Split, st
 
 
 @given(Splits, st.integers(0, 200), st.data())
-def test_the_batch_of_a_replica_does_not_depend_on_its_number_of_ranks(split: Split, step: int, data: st.DataObject) -> None:
+def test_the_batch_of_a_replica_does_not_depend_on_its_number_of_ranks(
+    split: Split, step: int, data: st.DataObject
+) -> None:
     assume(split.steps_per_epoch)
     replica = data.draw(st.integers(0, split.replicas - 1))
     count = data.draw(st.sampled_from(divisors(split.batch_size)))
@@ -86,11 +90,11 @@ def test_evaluation_deals_a_fixed_set_to_the_ranks(sequences: int, limit: int, r
     assert all(0 <= number < sequences for number in taken)
 
 
-def folder_of(tmp_path: Path, count: int, text: Callable[[int], bytes] = lambda number: b"x" * 40) -> Path:
+def folder_of(tmp_path: Path, count: int, text: bytes = b"x" * 40) -> Path:
     (tmp_path / "deep" / "er").mkdir(parents=True)
     for number in range(count):
         place = tmp_path / ("deep/er" if number % 2 else "")
-        (place / f"{number:03}.txt").write_bytes(text(number))
+        (place / f"{number:03}.txt").write_bytes(text)
     return tmp_path
 
 
@@ -131,7 +135,10 @@ def test_documents_are_packed_with_their_start_and_end(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"abc")
     (tmp_path / "b.txt").write_bytes("é".encode() + bytes(range(4)))
     spec = training(f"{tmp_path}/a.txt")
-    spec = replace(spec, data=replace(spec.data, train=(f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"), validation=(f"{tmp_path}/v.txt",)))
+    spec = replace(
+        spec,
+        data=replace(spec.data, train=(f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"), validation=(f"{tmp_path}/v.txt",)),
+    )
     (tmp_path / "v.txt").write_bytes(b"validate")
     out = tmp_path / "out"
     out.mkdir()
@@ -151,7 +158,7 @@ def test_documents_are_packed_with_their_start_and_end(tmp_path: Path) -> None:
     ],
 )
 def test_data_that_cannot_be_used_is_one_message_with_the_field(tmp_path: Path, pattern: str, words: str) -> None:
-    folder_of(tmp_path, 1, lambda number: b"short")
+    folder_of(tmp_path, 1, b"short")
     spec = training(pattern.format(folder=tmp_path))
     with pytest.raises(Failure) as caught:
         write_corpus(spec, 2, tmp_path)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def write_replica(storage: Storage, place: Place, replica: int, chunks: list[dic
 
 
 def write_manifest(
-    storage: Storage, place: Place, replicas: Iterable[int], state: Mapping[str, Any], say: Callable[[str], None]
+    storage: Storage, place: Place, replicas: Sequence[int], state: Mapping[str, Any], say: Callable[[str], None]
 ) -> tuple[str, str]:
     """Wait for every replica's list, then write the manifest; returns its path and SHA-256.
 
@@ -114,12 +114,13 @@ def write_manifest(
     deadline = time.monotonic() + _WAIT_SECONDS
     lists: dict[int, Any] = {}
     told = False
-    while missing := [replica for replica in replicas if replica not in lists]:
-        for replica in missing:
-            found = _replica_list(storage, place, replica)
+    while True:
+        for replica in replicas:
+            found = None if replica in lists else _replica_list(storage, place, replica)
             if found is not None:
                 lists[replica] = found["chunks"]
-        if all(replica in lists for replica in replicas):
+        missing = [replica for replica in replicas if replica not in lists]
+        if not missing:
             break
         if time.monotonic() > deadline:
             message = f"replicas {missing} didn't finish their part of the checkpoint in {_WAIT_SECONDS:.0f} s"

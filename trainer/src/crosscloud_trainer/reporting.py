@@ -83,7 +83,7 @@ class ConfigMapSink:
 
     interval = 10.0
 
-    def __init__(self, patch: Callable[[dict[str, str]], None]) -> None:
+    def __init__(self, patch: Callable[[dict[str, str]], object]) -> None:
         self._patch = patch
 
     def send(self, text: str) -> None:

@@ -25,14 +25,7 @@ FIELD = "storage.uri"
 _CONNECT_SECONDS = 10
 _READ_SECONDS = 60
 _UNREACHABLE = frozenset({errno.ECONNREFUSED, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EIO})
-_REFUSED_ANSWERS = (  # S3's error codes for what a retry can't mend
-    "AccessDenied",
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "NoSuchBucket",
-    "InvalidBucketName",
-    "Forbidden",
-)
+_TRANSIENT_STATUS = frozenset({408, 425, 429})  # of HTTP: refusals that pass by themselves
 
 
 class Storage:
@@ -105,10 +98,9 @@ def refused(fault: BaseException) -> bool:
     while seen is not None:
         if type(seen).__name__ in ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError"):
             return True
-        response = getattr(seen, "response", None)
-        if isinstance(response, dict) and response.get("Error", {}).get("Code") in _REFUSED_ANSWERS:
-            return True
-        if isinstance(seen, OSError) and any(answer in str(seen) for answer in _REFUSED_ANSWERS):
+        response = getattr(seen, "response", None)  # of botocore's errors
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+        if isinstance(status, int) and 400 <= status < 500 and status not in _TRANSIENT_STATUS:
             return True
         if type(seen) is OSError and seen.errno is not None and seen.errno not in _UNREACHABLE:
             return True
@@ -134,7 +126,8 @@ def _options(uri: str) -> dict[str, Any]:
     config: dict[str, Any] = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
     if os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         config["s3"] = {"addressing_style": "path"}  # no bucket.host name resolves in front of an own server
-    return {"config_kwargs": config}
+    # fsspec would hand out the file system of an earlier environment again
+    return {"config_kwargs": config, "skip_instance_cache": True}
 
 
 def _protocols(fs: fsspec.AbstractFileSystem) -> tuple[str, ...]:

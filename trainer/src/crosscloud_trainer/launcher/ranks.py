@@ -127,10 +127,11 @@ class RankGroup:
         self._pumps.append(pump)
 
     def _pump(self, rank: int, pipe: IO[bytes]) -> None:
-        for line in pipe:
-            with self._lock:
-                self._out.write(f"[rank {rank}] {line.decode(errors='replace').rstrip()}\n")
-                self._out.flush()
+        with pipe:
+            for line in pipe:
+                with self._lock:
+                    self._out.write(f"[rank {rank}] {line.decode(errors='replace').rstrip()}\n")
+                    self._out.flush()
 
     def wait(self, stopped: Callable[[], bool], tick: Callable[[], None]) -> RankExit:
         """Wait until all ranks have ended. `stopped` says that SIGTERM came; `tick` is called now and then."""

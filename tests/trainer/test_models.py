@@ -1,0 +1,100 @@
+"""Models by preset and by configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from trainer.jobs import TINY_MODEL
+from transformers import AutoModelForCausalLM
+
+from crosscloud_trainer.contract import ExitCode, Model, ModelPreset
+from crosscloud_trainer.data.tokenizer import byte_tokenizer
+from crosscloud_trainer.failures import Failure
+from crosscloud_trainer.models.presets import build_model
+from crosscloud_trainer.result import fill, write_result
+from crosscloud_trainer.storage import Storage
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+
+
+@pytest.mark.parametrize(("preset", "millions"), [(ModelPreset.TINY_LLAMA, 1.0), (ModelPreset.SMALL_LLAMA, 14.3)])
+def test_a_preset_has_the_size_that_it_says(preset: ModelPreset, millions: float) -> None:
+    model = build_model(Model(preset=preset), 128, 0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(millions * 1e6, rel=0.05)
+
+
+@pytest.mark.parametrize("config", [TINY_MODEL, GPT2])
+def test_the_seed_alone_decides_the_weights(config: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    first = build_model(Model(config=config), 32, 5).state_dict()
+    torch.manual_seed(2)
+    drawn = torch.rand(1)
+    torch.manual_seed(2)
+    second = build_model(Model(config=config), 32, 5).state_dict()
+    assert torch.equal(drawn, torch.rand(1))  # the caller's own random numbers go on as if nothing had been
+    other = build_model(Model(config=config), 32, 6).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("config", [TINY_MODEL, {**TINY_MODEL, "tie_word_embeddings": True}, GPT2])
+def test_a_result_made_of_flat_parts_has_the_same_logits(config: dict[str, Any], tmp_path: Any) -> None:
+    trained = build_model(Model(config=config), 32, 1).eval()
+    flat = {name: parameter.detach().view(-1) for name, parameter in trained.named_parameters()}
+    parts = {
+        (name, start): values[start : start + 700]
+        for name, values in flat.items()
+        for start in range(0, len(values), 700)
+    }
+    blank = build_model(Model(config=config), 32, 2)
+    fill(blank, parts)
+    write_result(Storage(str(tmp_path)), blank, {"job": "x"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    ids = torch.arange(32)[None] * 8
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, trained(ids).logits)
+
+
+def test_parts_that_leave_a_hole_are_refused() -> None:
+    model = build_model(Model(config=TINY_MODEL), 32, 1)
+    parts = {(name, 0): p.detach().view(-1) for name, p in model.named_parameters()}
+    parts.pop(("model.norm.weight", 0))
+    with pytest.raises(ValueError, match="32 elements of the model have no value"):
+        fill(model, parts)
+
+
+def test_the_tokenizer_turns_any_text_into_its_bytes_and_back() -> None:
+    tokenizer = byte_tokenizer(build_model(Model(config=TINY_MODEL), 32, 1).config)
+    text = "tabs\tand\r\n<bo s> ünï \U0001f600 \x00\x7f"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == [256, *text.encode()]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "lama"}, 'training.model.config.model_type: found "lama"; must be a causal language model'),
+        ({"model_type": "vit"}, 'training.model.config.model_type: found "vit"'),
+        ({"model_type": "bert"}, "training.model.config.is_decoder: found null"),
+        (
+            {"model_type": "gpt2", "n_embed": 64},
+            "training.model.config.n_embed: found 64; gpt2 has no such setting; it has n_embd",
+        ),
+        (
+            {"model_type": "gpt2", "vocab_size": 100},
+            "training.model.config.vocab_size: found 100; must be at least 259",
+        ),
+        ({"model_type": "gpt2", "n_positions": 16}, "must be at least training.sequenceLength (32)"),
+        ({**TINY_MODEL, "hidden_size": 33}, "not a multiple of the number of attention heads"),
+        ({**TINY_MODEL, "hidden_size": "wide"}, "training.model.config: found"),
+        ({**TINY_MODEL, "hidden_act": "magic"}, "training.model.config: found"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_one_message(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(Failure) as caught:
+        build_model(Model(config=config), 32, 0)
+    assert caught.value.code == ExitCode.INVALID_INPUT
+    assert words in str(caught.value)
