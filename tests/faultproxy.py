@@ -77,7 +77,7 @@ class FaultProxy:
             await response.write(json.dumps({"type": "ERROR", "object": self.watch_event}).encode() + b"\n")
         if self.garbage:
             await response.write(self.garbage)
-        while self.hang_watches:
+        while self.hang_watches:  # noqa: ASYNC110 - an attribute that tests set, seen soon enough
             await asyncio.sleep(0.02)
         return response
 

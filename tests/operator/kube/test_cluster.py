@@ -57,7 +57,9 @@ async def test_a_pod_of_the_wrong_type_is_refused_by_its_field(east: HttpCluster
         await east.create(pod(namespace, priority="high"))
 
 
-async def test_pod_security_refuses_in_the_servers_words(east: HttpCluster, east_api: ApiServer, namespace: str) -> None:
+async def test_pod_security_refuses_in_the_servers_words(
+    east: HttpCluster, east_api: ApiServer, namespace: str
+) -> None:
     labels = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     east_api.request("PATCH", f"/api/v1/namespaces/{namespace}", labels, "application/merge-patch+json")
     with pytest.raises(Refused, match="PodSecurity"):
@@ -105,7 +107,7 @@ async def test_a_wrong_token_is_unreachable_not_refused(east: HttpCluster) -> No
 async def test_another_authority_is_unreachable(east: HttpCluster, hub_api: ApiServer) -> None:
     wrong = HttpCluster("east", Access(east.access.server, ca=hub_api.ca, token="secret"))
     try:
-        with pytest.raises(Unreachable, match="(?i)certificate"):
+        with pytest.raises(Unreachable, match=r"(?i)certificate"):
             await wrong.version()
     finally:
         await wrong.close()
@@ -187,7 +189,9 @@ def test_each_status_has_its_meaning(method: str, status: int, reason: str, expe
     assert "words" in fault.message
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>Bad Gateway</html>", b"[]", b"\xff\xfe", b'{"details": 5}', b"[" * 10_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>Bad Gateway</html>", b"[]", b"\xff\xfe", b'{"details": 5}', b"[" * 10_000]
+)
 def test_an_answer_that_is_no_status_still_has_a_meaning(body: bytes) -> None:
     assert isinstance(error_of("GET", 502, body), Unreachable)
 

@@ -86,7 +86,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a server without a host": (changed(*CLUSTER, "server", value="https://"), "clusters[0].cluster.server"),
     "a server with a user": (changed(*CLUSTER, "server", value="https://a:b@east"), "clusters[0].cluster.server"),
     "a server with a bad port": (changed(*CLUSTER, "server", value="https://east:x"), "clusters[0].cluster.server"),
-    "a server with a line end": (changed(*CLUSTER, "server", value="https://east\r\nX: y"), "clusters[0].cluster.server"),
+    "a server with a line end": (
+        changed(*CLUSTER, "server", value="https://east\r\nX: y"),
+        "clusters[0].cluster.server",
+    ),
     "no server": (changed(*CLUSTER, "server", value=None), "clusters[0].cluster.server"),
     "an authority that is no base64": (
         changed(*CLUSTER, "certificate-authority-data", value="%%%"),
@@ -158,7 +161,7 @@ BROKEN = {
     "deep nesting": b"[" * 5_000,
     "too much of it": b"a: " + b"x" * MAX_BYTES,
     "an alias to nothing": b"a: *nowhere",
-    "aliases that explode": b"a: &a [x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b]\nclusters: [*c,*c]\n",
+    "aliases that explode": b"a: &a [x,x]\nb: &b [*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b]\nclusters: [*c,*c]\n",
 }
 
 
@@ -202,7 +205,11 @@ def test_a_key_of_another_certificate_is_refused(east_api: ApiServer, hub_api: A
 
 def test_harmless_extras_are_accepted() -> None:
     document = changed(*CLUSTER, "extensions", value=[{"name": "minikube"}])
-    document["clusters"][0]["cluster"] |= {"insecure-skip-tls-verify": False, "proxy-url": "", "tls-server-name": "east"}
+    document["clusters"][0]["cluster"] |= {
+        "insecure-skip-tls-verify": False,
+        "proxy-url": "",
+        "tls-server-name": "east",
+    }
     document["preferences"] = {}
     assert vet(json.dumps(document)).tls_server_name == "east"
 

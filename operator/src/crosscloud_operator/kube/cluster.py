@@ -6,6 +6,7 @@ answer, an ApiError, or its deadline.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 import time
@@ -55,6 +56,8 @@ class HttpCluster:
         self.name = name
         self._access = access
         self._session: aiohttp.ClientSession | None = None
+        self._retired: dict[aiohttp.ClientSession, asyncio.Task[None]] = {}
+        self._watches: set[aiohttp.ClientResponse] = set()
         self._quiet_until = 0.0
 
     @property
@@ -62,16 +65,32 @@ class HttpCluster:
         return self._access
 
     async def replace(self, access: Access) -> None:
-        """From now on use other credentials. Connections made with the old ones are cut; watches go on by new ones."""
-        if access != self._access:
-            self._access = access
-            self._quiet_until = 0.0
-            await self.close()
+        """From now on use other credentials. Watches are cut and go on by new connections; calls under way end as they
+        would have."""
+        if access == self._access:
+            return
+        self._access = access
+        self._quiet_until = 0.0
+        session, self._session = self._session, None
+        self._cut_watches()
+        if session is not None:
+            task = asyncio.get_running_loop().create_task(_close_later(session), name=f"{self.name}: old connections")
+            self._retired[session] = task
+            task.add_done_callback(lambda _: self._retired.pop(session, None))
 
     async def close(self) -> None:
+        self._cut_watches()
         session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        retired, self._retired = self._retired, {}
+        for task in retired.values():
+            task.cancel()
+        for item in (*retired, *([session] if session else [])):
+            await item.close()
+
+    def _cut_watches(self) -> None:
+        # Closing a session alone leaves its readers waiting.
+        for response in tuple(self._watches):
+            response.close()
 
     async def get(self, ref: Ref) -> Obj | None:
         try:
@@ -191,11 +210,13 @@ class HttpCluster:
             async with self._open("GET", path_of(kind, namespace), params=params, limits=limits) as response:
                 if response.status >= 300:
                     raise error_of("GET", response.status, await _read(response))
+                self._watches.add(response)
                 try:
                     yield "OPENED", {}
                     async for line in _lines(response):
                         yield _event(kind, line)
                 finally:
+                    self._watches.discard(response)
                     _drop(response)
         except (aiohttp.ClientError, TimeoutError, OSError, RuntimeError) as fault:
             raise _unreachable(self.name, "watch", fault) from fault
@@ -274,6 +295,12 @@ class HttpCluster:
 
 _ACCOUNT = KINDS["ServiceAccount"]
 _MANAGER = {"fieldManager": FIELD_MANAGER}
+
+
+async def _close_later(session: aiohttp.ClientSession) -> None:
+    """When every call that was under way has ended by its deadline."""
+    await asyncio.sleep(PAGE_SECONDS)
+    await session.close()
 
 
 def _path(ref: Ref, subresource: str | None = None) -> str:

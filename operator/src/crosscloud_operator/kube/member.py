@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ from crosscloud_operator.kube.projection import HUB_LABEL, projection
 
 log = logging.getLogger(__name__)
 
+RENEWAL_LOOK = 60.0  # seconds between looks at a token's age, which a rotated one may have changed
+
 Changed = Callable[[Kind, Obj | None, Obj | None], None]
 
 
@@ -46,12 +49,15 @@ class Member:
         changed: Changed,
         contact_changed: Callable[[], None],
         times: Times | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.name = name
         self.cluster = HttpCluster(name, access)
         self.version = ""
         self.renewal_fault = ""
         self._contact_changed = contact_changed
+        self._clock = clock
+        self._replaced = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.informers = {
             kind: Informer(
@@ -74,6 +80,11 @@ class Member:
         if secret is not None:
             runs.append(self._renew(hub, secret, token_seconds))
         self._tasks = [loop.create_task(run, name=f"member {self.name}") for run in runs]
+
+    async def replace(self, access: Access) -> None:
+        """Go on with other credentials for the same server; nothing that was seen is forgotten."""
+        await self.cluster.replace(access)
+        self._replaced.set()
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -133,20 +144,28 @@ class Member:
         pause = Backoff(30.0, 600.0)
         while True:
             life = life_of(self.cluster.access)
-            if life.renew_at is None or time.time() < life.renew_at:
-                await asyncio.sleep(min(60.0, max(1.0, (life.renew_at or time.time() + 60) - time.time())))
+            due = self._clock() + RENEWAL_LOOK if life.renew_at is None else life.renew_at
+            if (left := due - self._clock()) > 0:
+                await self._pause(min(RENEWAL_LOOK, max(1.0, left)))
                 continue
             try:
                 await self._renew_once(hub, secret, token_seconds)
                 self.renewal_fault = ""
                 pause.reset()
                 # Until the Secret comes back through its watch, the old token is still the one in use.
-                await asyncio.sleep(5)
+                await self._pause(5)
             except (ApiError, KeyError, TypeError) as fault:
                 self.renewal_fault = str(fault)
                 log.warning("%s: token not renewed: %s", self.name, fault)
                 self._contact_changed()
-                await asyncio.sleep(pause.next())
+                await self._pause(pause.next())
+
+    async def _pause(self, seconds: float) -> None:
+        """Until the time is over or other credentials have come."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._replaced.wait()
+        self._replaced.clear()
 
     async def _renew_once(self, hub: Cluster, secret: Ref, token_seconds: int) -> None:
         access = self.cluster.access

@@ -39,6 +39,7 @@ class KubeWorld:
         gpu_resource: str = "nvidia.com/gpu",
         hub_access: Callable[[], Access] | None = None,
         times: Times | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._hub = hub
         self._hub_id = hub_id
@@ -48,6 +49,7 @@ class KubeWorld:
         self._gpu_resource = gpu_resource
         self._hub_access = hub_access
         self._times = times
+        self._clock = clock
         self._planning = asyncio.Lock()
         self._running: dict[str, Member] = {}
         self._unusable: dict[str, Unusable] = {}
@@ -87,7 +89,7 @@ class KubeWorld:
         return self._job_informer.objects()
 
     def now(self) -> float:
-        return time.time()
+        return self._clock()
 
     # -- what probes and metrics ask
 
@@ -165,7 +167,7 @@ class KubeWorld:
             await self._stop(name)
         else:
             if running and running.cluster.access.same_server(access):
-                await running.cluster.replace(access)
+                await running.replace(access)
             else:
                 await self._stop(name)
                 self._start(name, access, named)
@@ -186,6 +188,7 @@ class KubeWorld:
             changed=lambda kind, before, after: self._object_changed(name, kind, before, after),
             contact_changed=lambda: self._contact_changed(name),
             times=self._times,
+            clock=self._clock,
         )
         self._running[name] = member
         secret = Ref(SECRET, named, self._namespace) if named else None

@@ -1,0 +1,381 @@
+"""The world on two real API servers: members come and go with their MemberClusters and Secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import copy
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from apiserver import ApiServer
+from faultproxy import fault_proxy
+from waiting import until
+
+from crosscloud_operator.kube.access import Access
+from crosscloud_operator.kube.api import CONFIG_MAP, MEMBER, NODE, POD, Obj
+from crosscloud_operator.kube.cluster import HttpCluster
+from crosscloud_operator.kube.credentials import life_of
+from crosscloud_operator.kube.informer import Times
+from crosscloud_operator.kube.kubeconfig import render, vet
+from crosscloud_operator.kube.member import Member
+from crosscloud_operator.kube.world import KubeWorld
+
+OPERATOR = "crosscloud-system"
+TIMES = Times(first_pause=0.05, last_pause=0.5)
+HUB_ID = "hub-of-the-tests"
+
+
+class Running:
+    """A world at work, the jobs that it woke, and the hub's administrator."""
+
+    def __init__(self, hub_api: ApiServer, world: KubeWorld, woken: list[tuple[str, str]]) -> None:
+        self.api = hub_api
+        self.world = world
+        self.woken = woken
+
+    def add(self, name: str, kubeconfig: str | None) -> None:
+        """A MemberCluster, and its Secret where a kubeconfig is given."""
+        if kubeconfig is not None:
+            self.store(name, kubeconfig)
+        spec = {"access": {"kubeconfigSecret": {"name": f"member-{name}"}}}
+        body = {"apiVersion": MEMBER.api_version, "kind": MEMBER.kind, "metadata": {"name": name}, "spec": spec}
+        self.api.request("POST", "/apis/crosscloud.dev/v1alpha1/memberclusters", body)
+
+    def store(self, name: str, kubeconfig: str) -> None:
+        data = {"kubeconfig": base64.b64encode(kubeconfig.encode()).decode()}
+        path, meta = f"/api/v1/namespaces/{OPERATOR}/secrets", {"name": f"member-{name}"}
+        status, _ = self.api.raw("POST", path, {"metadata": meta, "data": data})
+        if status == 409:
+            patch = "application/merge-patch+json"
+            self.api.request("PATCH", f"{path}/member-{name}", {"data": data}, patch)
+
+    def stored(self, name: str) -> str:
+        found = self.api.request("GET", f"/api/v1/namespaces/{OPERATOR}/secrets/member-{name}")
+        return base64.b64decode(found["data"]["kubeconfig"]).decode()
+
+    def status(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.api.request("GET", f"/apis/crosscloud.dev/v1alpha1/memberclusters/{name}")
+        return found.get("status") or {}
+
+    def condition(self, name: str, kind: str = "Ready") -> tuple[str, str, str]:
+        """(status, reason, message); empty texts where there is none yet."""
+        for item in self.status(name).get("conditions", ()):
+            if item["type"] == kind:
+                return item["status"], item["reason"], item["message"]
+        return "", "", ""
+
+    async def ready(self, name: str) -> None:
+        await until(lambda: self.condition(name)[0] == "True")
+
+
+@contextlib.asynccontextmanager
+async def running(hub: HttpCluster, hub_api: ApiServer, **options: Any) -> AsyncIterator[Running]:
+    woken: list[tuple[str, str]] = []
+    world = KubeWorld(
+        hub,
+        hub_id=HUB_ID,
+        namespace=OPERATOR,
+        token_seconds=600,
+        wake=lambda namespace, name: woken.append((namespace, name)),
+        times=TIMES,
+        **options,
+    )
+    task = asyncio.create_task(world.run())
+    try:
+        await asyncio.wait_for(world.wait_synced(), 30)
+        yield Running(hub_api, world, woken)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def clean(hub_api: ApiServer, east_api: ApiServer) -> Iterator[None]:
+    """Each test finds a hub without members and a member without nodes."""
+    yield
+    hub_api.request("DELETE", "/apis/crosscloud.dev/v1alpha1/memberclusters")
+    hub_api.request("DELETE", f"/api/v1/namespaces/{OPERATOR}/secrets")
+    hub_api.kubectl("delete", "cctj", "--all", "-A", "--wait=false")
+    east_api.request("DELETE", "/api/v1/nodes")
+
+
+@pytest.fixture
+async def at_work(hub: HttpCluster, hub_api: ApiServer) -> AsyncIterator[Running]:
+    async with running(hub, hub_api) as found:
+        yield found
+
+
+def node(api: ApiServer, name: str, gpus: int, product: str = "NVIDIA-A100-SXM4-80GB") -> None:
+    amount = {"nvidia.com/gpu": str(gpus), "cpu": "8", "memory": "32Gi", "pods": "110"}
+    ready = {"type": "Ready", "status": "True"}
+    status = {"capacity": amount, "allocatable": amount, "conditions": [ready]}
+    meta = {"name": name, "labels": {"nvidia.com/gpu.product": product}}
+    api.request("POST", "/api/v1/nodes", {"metadata": meta, "spec": {}, "status": status})
+
+
+def pod(api: ApiServer, namespace: str, name: str, node_name: str, gpus: int = 0, **labels: str) -> None:
+    amount = {"nvidia.com/gpu": str(gpus)} if gpus else {}
+    container = {"name": "c", "image": "i", "resources": {"limits": amount, "requests": amount}}
+    meta = {"name": name, "labels": labels}
+    body = {"metadata": meta, "spec": {"nodeName": node_name, "containers": [container]}}
+    api.request("POST", f"/api/v1/namespaces/{namespace}/pods", body)
+
+
+def account(api: ApiServer, namespace: str, name: str) -> Access:
+    """A service account that may read everything and renew its token, and a token for it of ten minutes."""
+    path, full = f"/api/v1/namespaces/{namespace}/serviceaccounts", f"{namespace}-{name}"
+    api.request("POST", path, {"metadata": {"name": name}})
+    rules = [
+        {"apiGroups": [""], "resources": ["*"], "verbs": ["get", "list", "watch"]},
+        {"apiGroups": [""], "resources": ["serviceaccounts/token"], "resourceNames": [name], "verbs": ["create"]},
+    ]
+    rbac = "/apis/rbac.authorization.k8s.io/v1"
+    api.request("POST", f"{rbac}/clusterroles", {"metadata": {"name": full}, "rules": rules})
+    subjects = [{"kind": "ServiceAccount", "namespace": namespace, "name": name}]
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": full}
+    body = {"metadata": {"name": full}, "subjects": subjects, "roleRef": role}
+    api.request("POST", f"{rbac}/clusterrolebindings", body)
+    return Access(api.url, ca=api.ca, token=token(api, namespace, name))
+
+
+def token(api: ApiServer, namespace: str, account_name: str) -> str:
+    """A token of ten minutes, the shortest that there is; each is another text."""
+    body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 600}}
+    granted = api.request("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts/{account_name}/token", body)
+    return str(granted["status"]["token"])
+
+
+async def test_a_member_shows_its_pools_and_free_gpus_node_by_node(
+    at_work: Running, east_api: ApiServer, namespace: str
+) -> None:
+    node(east_api, "n1", 4)
+    node(east_api, "n2", 2, "NVIDIA-L4")
+    at_work.add("east", east_api.kubeconfig.read_text())
+    await at_work.ready("east")
+    status = at_work.status("east")
+    assert status["version"].startswith("v1.")
+    assert status["nodePools"] == [
+        {"name": "NVIDIA-A100-SXM4-80GB", "gpu": "NVIDIA-A100-SXM4-80GB", "nodes": 1, "gpus": 4, "freeGpus": 4},
+        {"name": "NVIDIA-L4", "gpu": "NVIDIA-L4", "nodes": 1, "gpus": 2, "freeGpus": 2},
+    ]
+    pod(east_api, namespace, "busy", "n1", gpus=3)
+    await until(lambda: at_work.status("east")["freeGpus"] == 3)
+    finished = {"status": {"phase": "Succeeded"}}
+    path = f"/api/v1/namespaces/{namespace}/pods/busy/status"
+    east_api.request("PATCH", path, finished, "application/merge-patch+json")
+    await until(lambda: at_work.status("east")["freeGpus"] == 6)
+    assert at_work.status("east")["observedGeneration"] == 1
+
+
+async def test_a_kubeconfig_that_is_a_trap_is_refused_while_others_go_on_and_can_be_mended(
+    at_work: Running, east_api: ApiServer
+) -> None:
+    trap = json.loads(east_api.kubeconfig.read_text())
+    trap["users"][0]["user"] = {"exec": {"command": "sh", "args": ["-c", "touch /tmp/pwned"]}}
+    at_work.add("trap", json.dumps(trap))
+    at_work.add("east", east_api.kubeconfig.read_text())
+    await at_work.ready("east")
+    await until(lambda: at_work.condition("trap")[0] == "False")
+    _, reason, message = at_work.condition("trap")
+    assert reason == "KubeconfigRefused"
+    assert "users[0].user.exec" in message
+    assert "crosscloud member add" in message
+    assert at_work.condition("trap", "CredentialsValid")[0] == "False"
+    assert at_work.world.member("trap") is None
+    assert at_work.world.cache("trap", POD) is None
+    at_work.store("trap", east_api.kubeconfig.read_text())
+    await at_work.ready("trap")
+    assert at_work.world.member("trap") is not None
+
+
+async def test_a_secret_may_come_later_than_its_member(at_work: Running, east_api: ApiServer) -> None:
+    at_work.add("east", None)
+    await until(lambda: at_work.condition("east")[1] == "SecretMissing")
+    at_work.store("east", east_api.kubeconfig.read_text())
+    await at_work.ready("east")
+
+
+async def test_a_deleted_member_is_no_longer_watched(at_work: Running, east_api: ApiServer) -> None:
+    at_work.add("east", east_api.kubeconfig.read_text())
+    await at_work.ready("east")
+    at_work.api.request("DELETE", "/apis/crosscloud.dev/v1alpha1/memberclusters/east")
+    await until(lambda: at_work.world.member("east") is None)
+    assert at_work.world.last_contact().keys() == {"hub"}
+
+
+async def test_a_token_rotated_by_hand_is_used_at_once_and_nothing_is_forgotten(
+    at_work: Running, east_api: ApiServer, namespace: str
+) -> None:
+    old, new = account(east_api, namespace, "old"), account(east_api, namespace, "new")
+    node(east_api, "n1", 1)
+    at_work.add("east", render(old, "east", old.token or ""))
+    await at_work.ready("east")
+    cache = at_work.world.cache("east", NODE)
+    at_work.store("east", render(new, "east", new.token or ""))
+    member = at_work.world.member("east")
+    assert isinstance(member, HttpCluster)
+    await until(lambda: member.access.token == new.token)
+    east_api.request("DELETE", f"/api/v1/namespaces/{namespace}/serviceaccounts/old")  # ends the old token
+    node(east_api, "n2", 1)
+    await until(lambda: at_work.status("east")["gpus"] == 2)
+    assert at_work.world.cache("east", NODE) is cache
+    assert len(await member.list(POD)) >= 0
+
+
+async def test_a_token_is_renewed_at_half_of_its_life_and_kept_in_the_secret(
+    hub: HttpCluster, hub_api: ApiServer, east_api: ApiServer, namespace: str
+) -> None:
+    ahead = 0.0
+    async with running(hub, hub_api, clock=lambda: time.time() + ahead) as at_work:
+        access = account(east_api, namespace, "me")
+        at_work.add("east", render(access, "east", access.token or ""))
+        await at_work.ready("east")
+        before = life_of(access)
+        assert before.expires is not None
+        assert at_work.condition("east", "CredentialsValid")[1] == "Valid"
+        second = token(east_api, namespace, "me")
+        ahead = 301.0  # of the ten minutes that the tokens live
+        at_work.store("east", render(access, "east", second))
+        member = at_work.world.member("east")
+        assert isinstance(member, HttpCluster)
+        await until(lambda: member.access.token not in (access.token, second))
+        assert vet(at_work.stored("east")).token == member.access.token
+        after = life_of(member.access)
+        assert after.expires is not None
+        assert after.expires >= before.expires
+        assert after.account == before.account
+        await member.list(POD)
+
+
+async def test_a_member_that_takes_connections_and_never_answers_slows_no_other(
+    at_work: Running, east_api: ApiServer
+) -> None:
+    held: list[asyncio.StreamWriter] = []
+
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.append(writer)
+
+    server = await asyncio.start_server(never, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    document = json.loads(east_api.kubeconfig.read_text())
+    document["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{port}"
+    try:
+        at_work.add("black-hole", json.dumps(document))
+        at_work.add("east", east_api.kubeconfig.read_text())
+        await at_work.ready("east")
+        await until(lambda: at_work.condition("black-hole")[1] == "Unreachable", 60)
+        node(east_api, "n1", 1)
+        await until(lambda: at_work.status("east")["gpus"] == 1)
+    finally:
+        for writer in held:
+            writer.close()
+        server.close()
+
+
+async def test_an_account_without_rights_is_told_apart_from_a_dead_server(
+    at_work: Running, east_api: ApiServer, namespace: str
+) -> None:
+    access = account(east_api, namespace, "poor")
+    path = f"/apis/rbac.authorization.k8s.io/v1/clusterrolebindings/{namespace}-poor"
+    east_api.request("DELETE", path)
+    at_work.add("east", render(access, "east", access.token or ""))
+    await until(lambda: at_work.condition("east")[1] == "Forbidden")
+    assert "crosscloud member add" in at_work.condition("east")[2]
+    at_work.add("west", render(access, "west", "no.such.token"))
+    await until(lambda: at_work.condition("west")[1] == "Unauthorized")
+    assert at_work.condition("west", "CredentialsValid")[1] == "Rejected"
+
+
+def a_job(api: ApiServer, namespace: str, name: str) -> Obj:
+    training = {"model": {"preset": "tiny-llama"}, "data": {"train": ["/data/*"]}, "tokens": "1M"}
+    spec = {"training": training, "storage": {"uri": "s3://b/x"}}
+    body = {"apiVersion": "crosscloud.dev/v1alpha1", "kind": "CrossCloudTrainingJob", "spec": spec}
+    path = f"/apis/crosscloud.dev/v1alpha1/namespaces/{api.namespace(namespace)}/crosscloudtrainingjobs"
+    made: Obj = api.request("POST", path, {**body, "metadata": {"name": name}})
+    return made
+
+
+async def test_what_belongs_to_a_job_wakes_that_job_and_room_wakes_those_that_have_not_ended(
+    at_work: Running, east_api: ApiServer, namespace: str
+) -> None:
+    jobs = {name: a_job(at_work.api, "ml", name) for name in ("mine", "other", "ended")}
+    condition = {
+        "type": "Succeeded",
+        "status": "True",
+        "reason": "Done",
+        "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    path = "/apis/crosscloud.dev/v1alpha1/namespaces/ml/crosscloudtrainingjobs/ended/status"
+    at_work.api.request("PATCH", path, {"status": {"conditions": [condition]}}, "application/merge-patch+json")
+    node(east_api, "n1", 4)
+    at_work.add("east", east_api.kubeconfig.read_text())
+    await at_work.ready("east")
+    await until(lambda: ("ml", "other") in at_work.woken)
+
+    at_work.woken.clear()
+    marks = {"crosscloud.dev/hub": HUB_ID, "crosscloud.dev/job-uid": jobs["mine"]["metadata"]["uid"]}
+    report = {"metadata": {"name": "report", "labels": marks}, "data": {}}
+    east_api.request("POST", f"/api/v1/namespaces/{namespace}/configmaps", report)
+    await until(lambda: at_work.woken)
+    assert set(at_work.woken) == {("ml", "mine")}
+
+    at_work.woken.clear()
+    pod(east_api, namespace, "foreign", "n1", gpus=1)
+    await until(lambda: {("ml", "mine"), ("ml", "other")} <= set(at_work.woken))
+    assert ("ml", "ended") not in at_work.woken
+
+
+async def test_only_our_config_maps_are_held(at_work: Running, east_api: ApiServer, namespace: str) -> None:
+    for name, hub_id in (("ours", HUB_ID), ("of-another-hub", "else")):
+        meta = {"name": name, "labels": {"crosscloud.dev/hub": hub_id}}
+        east_api.request("POST", f"/api/v1/namespaces/{namespace}/configmaps", {"metadata": meta})
+    east_api.request("POST", f"/api/v1/namespaces/{namespace}/configmaps", {"metadata": {"name": "plain"}})
+    at_work.add("east", east_api.kubeconfig.read_text())
+    await at_work.ready("east")
+    cache = at_work.world.cache("east", CONFIG_MAP)
+    assert cache is not None
+    names = [obj["metadata"]["name"] for obj in cache.objects() if obj["metadata"]["namespace"] == namespace]
+    assert names == ["ours"]
+
+
+async def test_contact_lost_is_told_with_its_time_and_so_is_its_return(east_api: ApiServer) -> None:
+    told: list[bool] = []
+    async with fault_proxy(east_api) as proxy:
+        member = Member(
+            "east",
+            Access(proxy.url),
+            hub_id=HUB_ID,
+            changed=lambda *_: None,
+            contact_changed=lambda: told.append(True),
+            times=TIMES,
+        )
+        member.start(member.cluster, None, 600)
+        try:
+            await until(lambda: member.synced)
+            began = time.time()
+            proxy.list_status = proxy.watch_status = 503
+            proxy.cut()
+            await until(lambda: member.unreachable_since is not None)
+            assert member.unreachable_since is not None
+            assert member.unreachable_since <= began + 1
+            assert member.facts().synced
+            told.clear()
+            proxy.list_status = proxy.watch_status = 0
+            await until(lambda: member.unreachable_since is None)
+            assert told
+        finally:
+            await member.stop()
+
+
+async def test_no_secret_but_a_kubeconfig_is_kept_in_memory(at_work: Running, east_api: ApiServer) -> None:
+    path, data = f"/api/v1/namespaces/{OPERATOR}/secrets", {"key": "aHVudGVyMg=="}
+    at_work.api.request("POST", path, {"metadata": {"name": "authority"}, "data": data})
+    informer = at_work.world._secret_informer
+    await until(lambda: any(obj["metadata"]["name"] == "authority" for obj in informer.objects()))
+    assert "aHVudGVyMg==" not in json.dumps(copy.deepcopy(list(informer.objects())))
