@@ -27,7 +27,7 @@ from crosscloud_trainer.contract import (
 from crosscloud_trainer.exchange import RoundRequest, RoundResult
 from crosscloud_trainer.layout import HolderMap, Index
 from crosscloud_trainer.link import Link, LinkSettings
-from crosscloud_trainer.membership import LinkExchange
+from crosscloud_trainer.membership.exchange import LinkExchange
 from crosscloud_trainer.topology import own_cells
 
 INDEX = Index.of({"a.weight": 3 * 4096 + 17, "b.weight": 20 * 4096, "c.bias": 1, "d.bias": 4095})

@@ -12,7 +12,7 @@ from membership.field import INDEX, codec, holders, run_document, update
 from crosscloud_trainer.compress import EncodedCells, Reducer
 from crosscloud_trainer.exchange import RoundRequest
 from crosscloud_trainer.link import Authority, Link
-from crosscloud_trainer.membership import LinkExchange
+from crosscloud_trainer.membership.exchange import LinkExchange
 from crosscloud_trainer.topology import own_cells
 
 

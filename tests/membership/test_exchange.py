@@ -21,7 +21,7 @@ from crosscloud_trainer.compress import EncodedCells
 from crosscloud_trainer.contract import ExitCode
 from crosscloud_trainer.exchange import RoundRequest, RoundResult
 from crosscloud_trainer.link import Authority, LinkSettings, PeersMissing
-from crosscloud_trainer.membership import Diverged, PeerLost, RoundFailed
+from crosscloud_trainer.membership.errors import Diverged, PeerLost, RoundFailed
 from crosscloud_trainer.sizes import payload_bytes
 
 TESTS = Path(__file__).parent.parent

@@ -13,10 +13,9 @@ from apiserver import ApiServer
 
 from crosscloud_trainer.contract import ExitCode, dump_json
 from crosscloud_trainer.link import Authority, Fenced
-from crosscloud_trainer.membership import Register, RegisterUnusable, View, open_view, register_from
 from crosscloud_trainer.membership.kube import ConfigMapClient, KubeConflict, KubeError
-from crosscloud_trainer.membership.register import Conflict
-from crosscloud_trainer.membership.view import VIEW_VERSION, ViewReplica
+from crosscloud_trainer.membership.register import Conflict, Register, RegisterUnusable, open_view, register_from
+from crosscloud_trainer.membership.view import VIEW_VERSION, View, ViewReplica
 
 NAMESPACE = "ml"
 Make = Callable[[], Register]

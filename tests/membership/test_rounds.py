@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from crosscloud_trainer.link import Authority, Message, MessageType
-from crosscloud_trainer.membership import RoundFailed
+from crosscloud_trainer.membership.errors import RoundFailed
 from crosscloud_trainer.membership.rounds import HEAD, Head, Peer, Rounds, Share, divergence
 
 SIZE = 8

@@ -18,7 +18,9 @@ from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.journal import Journal, Wan, wan_of_vector, wan_vector
 from crosscloud_trainer.launcher.environment import Attempt, PodEnvironment, read_attempt
 from crosscloud_trainer.link import Authority, Link
-from crosscloud_trainer.membership import LinkExchange, SoloExchange, open_view, register_from
+from crosscloud_trainer.membership.exchange import LinkExchange
+from crosscloud_trainer.membership.register import open_view, register_from
+from crosscloud_trainer.membership.solo import SoloExchange
 from crosscloud_trainer.metrics import package_version
 from crosscloud_trainer.reporting import Status
 from crosscloud_trainer.topology import own_cells

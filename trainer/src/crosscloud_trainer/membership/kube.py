@@ -39,7 +39,7 @@ class ConfigMap:
 
 
 class ConfigMapClient:
-    """Reads and changes ConfigMaps. `seconds` is the deadline of one request, from connecting to the last byte."""
+    """Reads and changes ConfigMaps. `seconds` bounds each step of a request, and the whole of its answer's body."""
 
     def __init__(self, host: str, port: int, token: Path, ca: Path, seconds: float = 10.0) -> None:
         self._host = host.strip("[]")
