@@ -142,7 +142,7 @@ def _prepare(name: str, folder: Path) -> ApiServer:
     (folder / "server.key").write_text(server_key)
     (folder / "sa.key").write_text(_pem(account))
     (folder / "admin.pem").write_text(certificate + key)
-    server = ApiServer(name, folder, _free_port(), ca, certificate, key)
+    server = ApiServer(name, folder, free_port(), ca, certificate, key)
     server.kubeconfig.write_text(_kubeconfig(server))
     return server
 
@@ -165,7 +165,7 @@ def _kubeconfig(server: ApiServer) -> str:
 
 
 def _start_etcd(server: ApiServer) -> str:
-    client, peer = _free_port(), _free_port()
+    client, peer = free_port(), free_port()
     url, peer_url = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
     arguments = [
         f"--data-dir={server.folder / 'etcd'}",
@@ -230,7 +230,8 @@ def _wait(server: ApiServer) -> None:
         time.sleep(0.05)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A loopback port that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -100,7 +100,7 @@ def clean(hub_api: ApiServer, east_api: ApiServer) -> Iterator[None]:
     yield
     hub_api.request("DELETE", "/apis/crosscloud.dev/v1alpha1/memberclusters")
     hub_api.request("DELETE", f"/api/v1/namespaces/{OPERATOR}/secrets")
-    hub_api.kubectl("delete", "cctj", "--all", "-A", "--wait=false")
+    hub_api.raw("DELETE", "/apis/crosscloud.dev/v1alpha1/namespaces/ml/crosscloudtrainingjobs")
     east_api.request("DELETE", "/api/v1/nodes")
 
 
