@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloud import ROOT, Cloud, Obj, example, wait_for
+from cloud import Cloud, Obj, example, wait_for
 from dashboard import panel_queries, run_prometheus
 
 from crosscloud_lab.demo.follow import member_bytes
@@ -73,9 +73,8 @@ def run(cloud: Cloud) -> Run:
     wait_for("the new operator to follow the rounds", lambda: after_round(cloud, count), seconds=240)
     seen.pods_after_kill = uids(cloud)
     with operator_metrics(cloud) as address, run_prometheus([address]) as prometheus:
-        for title, expression in panel_queries(ROOT / "charts" / "crosscloud"):
-            query = expression.replace("$namespace", "ml").replace("$job", NAME)
-            seen.panels[title + ": " + expression] = wait_for(title, lambda q=query: prometheus.query(q), seconds=60)
+        for title, expression in panel_queries(namespace="ml", job=NAME):
+            seen.panels[title + ": " + expression] = wait_for(title, lambda q=expression: prometheus.query(q), seconds=60)
     first = cloud.pods(NAME)[0]["metadata"]["name"]
     seen.trainer_metrics = cloud.kubectl(
         "east", "exec", "-n", "ml", first, "-c", "trainer", "--", "python3", "-c",

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from crosscloud_lab.images import image_names
 from crosscloud_lab.lab import Lab
 
 NAMESPACE = "crosscloud-system"
@@ -53,7 +54,9 @@ def run(*command: str | Path, env: dict[str, str] | None = None, stdin: str | No
     )
     if done.returncode:
         shown = " ".join(str(part) for part in command)
-        raise CommandFailed(f"`{shown}` ended with {done.returncode}:\n{done.stderr.strip() or done.stdout.strip()}")
+        raise CommandFailed(
+            f"`{shown}` ended with {done.returncode}:\n{done.stderr.strip() or done.stdout.strip()}"
+        )
     return done.stdout
 
 
@@ -66,16 +69,22 @@ def install_operator(lab: Lab) -> None:
     """`helm upgrade --install`, waiting until the operator is ready."""
     kubeconfig = lab.kubeconfig("hub")
     run(
-        *(lab.binary("helm"), "--kubeconfig", kubeconfig, "upgrade", "--install", "crosscloud", "charts/crosscloud"),
+        *(
+            lab.binary("helm"),
+            "--kubeconfig",
+            kubeconfig,
+            "upgrade",
+            "--install",
+            "crosscloud",
+            "charts/crosscloud",
+        ),
         *("--namespace", NAMESPACE, "--create-namespace", "--wait", "--timeout", "5m"),
-        *(part for name, value in image_values(lab).items() for part in ("--set", f"{name}={value}")),
+        *(part for name, value in image_values().items() for part in ("--set", f"{name}={value}")),
     )
 
 
-def image_values(lab: Lab) -> dict[str, str]:
+def image_values() -> dict[str, str]:
     """Helm values that name the images which `load_images` brought to every node."""
-    from crosscloud_lab.images import image_names
-
     values: dict[str, str] = {}
     for target, image in image_names(Path.cwd()).items():
         repository, _, tag = image.rpartition(":")
@@ -97,11 +106,30 @@ def prepare_namespace(lab: Lab, clusters: list[str]) -> None:
     for cluster in clusters:
         apply(lab, cluster, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "ml"}})
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s3", "namespace": "ml"}}
-    apply(lab, "hub", secret | {"stringData": lab.s3_environment()})
+    apply(lab, "hub", secret | {"stringData": s3_environment(lab)})
+
+
+def s3_environment(lab: Lab) -> dict[str, str]:
+    """The environment variables by which every S3 client finds the lab's object store."""
+    store = lab.s3
+    return {
+        "AWS_ENDPOINT_URL": store.endpoint,
+        "AWS_DEFAULT_REGION": store.region,
+        "AWS_ACCESS_KEY_ID": store.access_key,
+        "AWS_SECRET_ACCESS_KEY": store.secret_key,
+    }
 
 
 def apply(lab: Lab, cluster: str, obj: dict[str, Any]) -> None:
-    run(lab.binary("kubectl"), "--kubeconfig", lab.kubeconfig(cluster), "apply", "-f", "-", stdin=json.dumps(obj))
+    run(
+        lab.binary("kubectl"),
+        "--kubeconfig",
+        lab.kubeconfig(cluster),
+        "apply",
+        "-f",
+        "-",
+        stdin=json.dumps(obj),
+    )
 
 
 def apply_job(lab: Lab, manifest: Path) -> None:
