@@ -1,4 +1,6 @@
-"""Rounds on one machine: an exchange over a torch store (of threads or of processes), and a replica whose ranks are threads."""
+"""Rounds on one machine: an exchange over a torch store (of threads or of processes), and a replica whose
+ranks are threads.
+"""
 
 import json
 import threading

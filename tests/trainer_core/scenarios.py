@@ -1,4 +1,6 @@
-"""What a replica of real ranks does in a test: each is called on every rank, what it returns on rank 0 goes to the test."""
+"""What a replica of real ranks does in a test: each is called on every rank, what it returns on rank 0 goes
+to the test.
+"""
 
 from datetime import timedelta
 from typing import Any
@@ -10,7 +12,14 @@ from trainer_core.tiny_llama import STEPS, batches, loss_of, model, optimizer_an
 
 from crosscloud_trainer.compress import codec_named
 from crosscloud_trainer.diloco import DiLoCo
-from crosscloud_trainer.engine import Engine, EngineError, EngineSettings, TooManySkippedStepsError, build
+from crosscloud_trainer.engine import (
+    Engine,
+    EngineError,
+    EngineSettings,
+    TooManySkippedStepsError,
+    build,
+    parameter_names,
+)
 from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.layout import HolderMap
 from crosscloud_trainer.outer import OuterSettings
@@ -29,7 +38,8 @@ def store_of(port: int) -> dist.Store:
 def alone(device: torch.device, stage: int, precision: str, clip_norm: float | None = None) -> Any:
     """One replica that trains by itself, with windows of 7 steps."""
     engine = engine_of(stage, precision, clip_norm=clip_norm)
-    exchange = StoreExchange(dist.HashStore(), engine.index, {0: engine.layout.holders}, 0, engine.rank, codec_named("None"))
+    holders = {0: engine.layout.holders}
+    exchange = StoreExchange(dist.HashStore(), engine.index, holders, 0, engine.rank, codec_named("None"))
     algorithm = DiLoCo(
         engine.layout,
         engine.shard,
@@ -56,7 +66,7 @@ def replica_of_a_job(
     device: torch.device, port: int, replica: int, stage: int, precision: str, codec: str, rounds: int
 ) -> Any:
     """One of two replicas that exchange by a store; the other one has other ranks and another ZeRO stage."""
-    store = store_of(port)
+    store = dist.PrefixStore(codec, store_of(port))
     engine = engine_of(stage, precision)
     if engine.rank == 0:
         store.set(f"holders/{replica}", repr(engine.layout.holders.runs()))
@@ -126,7 +136,9 @@ def accumulated(device: torch.device, stage: int) -> Any:
 
 
 def refreshed(device: torch.device, stage: int, precision: str) -> Any:
-    """Largest difference between the weights that were written into the shards and the working weights of this rank."""
+    """Largest difference between the weights that were written into the shards and the working weights of
+    this rank.
+    """
     engine = engine_of(stage, precision)
     tokens = next(iter(batches(engine.rank, 1)))
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
@@ -136,10 +148,11 @@ def refreshed(device: torch.device, stage: int, precision: str) -> Any:
     engine.shard.write((torch.cat(written) % 256).float())
     engine.refresh()
     worst = 0.0
-    names = {p.name: number for number, p in enumerate(engine.index.parameters)}
-    for name, parameter in engine.module.named_parameters():
+    names = parameter_names(engine.module)
+    for parameter in engine.module.parameters():
         values = _gathered(parameter).float().flatten()
-        expected = ((firsts[names[name]] + torch.arange(values.numel())) % 256).float()
+        first = firsts[engine.index.numbers[names[id(parameter)]]]
+        expected = ((first + torch.arange(values.numel())) % 256).float()
         worst = max(worst, float((values - expected).abs().max()))
     return worst
 

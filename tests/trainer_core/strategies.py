@@ -12,7 +12,9 @@ models = st.dictionaries(names, element_counts, min_size=1, max_size=6)
 
 @st.composite
 def layouts(draw: st.DrawFn, model: dict[str, int], most_ranks: int = 6) -> ReplicaLayout:
-    """A replica of the model with any number of ranks, ZeRO 1, 2 (one rule) or 3, parameters in any order, any padding."""
+    """A replica of the model with any number of ranks, ZeRO 1, 2 (one rule) or 3, parameters in any order,
+    any padding.
+    """
     index = Index.of(model)
     order = draw(st.permutations(sorted(model)))
     ranks = draw(st.integers(1, most_ranks))

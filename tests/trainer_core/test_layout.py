@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_core.strategies import layouts, models
 
-from crosscloud_trainer.layout import HolderMap, Index, Interval, LayoutError, ReplicaLayout, contiguous_shard, split_shard
+from crosscloud_trainer.layout import (
+    HolderMap,
+    Index,
+    Interval,
+    LayoutError,
+    ReplicaLayout,
+    contiguous_shard,
+    split_shard,
+)
 from crosscloud_trainer.topology import own_cells, owners, peers
 
 
@@ -61,10 +69,7 @@ def test_pieces_bring_each_element_to_its_place_in_its_holder_once(data):
     layout = data.draw(layouts(data.draw(models)))
     index = layout.index
     numbers = [
-        np.concatenate(
-            [np.arange(0)]
-            + [index.first_elements[i.parameter] + np.arange(i.start, i.stop) for i in shard]
-        )
+        np.concatenate([np.arange(0)] + [index.first_elements[i.parameter] + np.arange(i.start, i.stop) for i in shard])
         for shard in layout.shards
     ]
     held = [np.full(int(index.lengths(layout.holders.held(r)).sum()), -1) for r in range(layout.ranks)]
@@ -88,9 +93,7 @@ def test_pieces_bring_each_element_to_its_place_in_its_holder_once(data):
 def test_a_rank_wants_the_result_of_exactly_the_foreign_cells_that_it_has_parts_of(data):
     layout = data.draw(layouts(data.draw(models)))
     for rank, shard in enumerate(layout.shards):
-        touched = {
-            layout.index.cell_of(i.parameter, element) for i in shard for element in range(i.start, i.stop)
-        }
+        touched = {layout.index.cell_of(i.parameter, element) for i in shard for element in range(i.start, i.stop)}
         wanted = {int(cell) for cells in layout.foreign_cells(rank).values() for cell in cells}
         assert wanted == touched - set(layout.holders.held(rank).tolist())
         for holder, cells in layout.foreign_cells(rank).items():

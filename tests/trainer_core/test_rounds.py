@@ -25,7 +25,9 @@ OUTER = OuterSettings(0.7, 0.9)
 
 
 class Rank(threading.Thread):
-    """Runs one rank of one replica: for each window adds the given change to its weights, then ends the window."""
+    """Runs one rank of one replica: for each window adds the given change to its weights, then ends the
+    window.
+    """
 
     def __init__(self, replica, group, layout, exchange, codec, start, windows, tokens, inner_steps=1):
         super().__init__(daemon=True)

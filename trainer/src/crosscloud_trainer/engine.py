@@ -127,13 +127,15 @@ class ShardOptimizer(torch.optim.Optimizer):
         """Called by DeepSpeed, once per inner step that it doesn't skip."""
         if closure is not None:
             raise EngineError("a closure can't be used: DeepSpeed has computed the gradients before")
-        if self._flat is None or self._flat.grad is None:
-            return
+        if self._flat is None:
+            raise EngineError("the optimizer has no shard yet; DeepSpeed stepped before the engine was built")
+        gradient = self._flat.grad
+        assert gradient is not None
         self._pass_rate()
         if self.before_step is not None:
-            self.before_step(self._flat.grad)
+            self.before_step(gradient)
         for view, place in self._views:
-            view.grad = self._flat.grad[place]
+            view.grad = gradient[place]
         self.inner.step()
         for view, _ in self._views:
             view.grad = None
@@ -234,10 +236,6 @@ class Engine:
     def optimizer_tensors(self) -> list[tuple[Interval, dict[str, torch.Tensor]]]:
         """State of the user's optimizer on this rank by interval of its shard; counts are 0-d tensors."""
         return list(zip(self.shard.intervals, self._optimizer.states(), strict=True))
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """State of the user's optimizer on this rank, on the views of its shard."""
-        return self._optimizer.inner.state_dict()
 
     def _clip(self, gradient: torch.Tensor) -> None:
         limit = self._settings.clip_norm
