@@ -31,8 +31,8 @@ def lab() -> Iterator[Lab]:
     found = Lab(lab_spec(), PlainProgress())
     # What a killed session left would carry its objects into this one.
     found.down()
-    found.up()
     try:
+        found.up()
         yield found
     finally:
         found.down()

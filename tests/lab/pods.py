@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 from crosscloud_lab.components import SANDBOX_IMAGE
@@ -46,9 +47,12 @@ def service(name: str, app: str, port: int, **spec: Any) -> dict[str, Any]:
 class Bench:
     """A namespace of its own in some clusters."""
 
-    def __init__(self, lab: Lab, namespace: str) -> None:
+    _numbers = count(1)
+
+    def __init__(self, lab: Lab) -> None:
         self.lab = lab
-        self.namespace = namespace
+        # Namespaces vanish slowly, so each bench has a new one.
+        self.namespace = f"bench-{next(self._numbers)}"
 
     def kubectl(self, cluster: str, *arguments: str, stdin: str | None = None) -> str:
         return self.lab.kubectl(cluster, "--namespace", self.namespace, *arguments, stdin=stdin)
@@ -73,6 +77,9 @@ class Bench:
 
     def address(self, cluster: str, name: str) -> str:
         return self.kubectl(cluster, "get", "pod", name, "-o", "jsonpath={.status.podIP}")
+
+    def node_port(self, cluster: str, name: str) -> int:
+        return int(self.kubectl(cluster, "get", "service", name, "-o", "jsonpath={.spec.ports[0].nodePort}"))
 
     def remove(self) -> None:
         for cluster in self.lab.spec.cluster_names():

@@ -8,18 +8,18 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
-from pods import Bench, eventually, pod, service
+from lab.pods import Bench, eventually, pod, service
 
 from crosscloud_lab.errors import LabError
 from crosscloud_lab.lab import Lab
 
 SLEEP = "sleep 100000"
-SERVE = "while :; do printf 'HTTP/1.0 200 OK\\r\\n\\r\\nhello from %s' \"$HOSTNAME\" | nc -l -p 8080; done"
+SERVE = "mkdir /www; echo hello from $HOSTNAME > /www/index.html; exec httpd -f -p 8080 -h /www"
 
 
 @pytest.fixture
 def bench(lab: Lab) -> Iterator[Bench]:
-    made = Bench(lab, "clusters")
+    made = Bench(lab)
     yield made
     made.remove()
 
@@ -72,16 +72,17 @@ def test_names_services_and_pods_on_other_nodes_are_reached(bench: Bench) -> Non
     )
     for name in ("web", "rank-0.gang:8080", f"{bench.address('west', 'web')}:8080"):
         answer = eventually(lambda name=name: _get(bench, "west", f"http://{name}/"), f"an answer from {name}")
-        assert answer == "hello from rank-0"
+        assert answer == "hello from rank-0\n"
 
 
 def test_another_cluster_is_reached_by_the_addresses_of_its_nodes_only(bench: Bench, lab: Lab) -> None:
-    node_port = service("web", "web", 8080, type="NodePort", ports={"nodePort": 30080})
+    node_port = service("web", "web", 8080, type="NodePort")
     bench.create("west", node_port, pod("web", SERVE, node="west-0"))
     bench.create("east", pod("asks", SLEEP))
+    port = bench.node_port("west", "web")
     for node in lab.plan.cluster("west").nodes:
-        url = f"http://{node.address}:30080/"
-        assert eventually(lambda url=url: _get(bench, "east", url), f"an answer from {url}") == "hello from web"
+        url = f"http://{node.address}:{port}/"
+        assert eventually(lambda url=url: _get(bench, "east", url), f"an answer from {url}") == "hello from web\n"
     cluster_ip = bench.kubectl("west", "get", "service", "web", "-o", "jsonpath={.spec.clusterIP}")
     assert _get(bench, "east", f"http://{cluster_ip}:8080/") == ""
 

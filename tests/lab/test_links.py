@@ -7,21 +7,20 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from pods import Bench, eventually, pod, service
+from lab.pods import Bench, eventually, pod, service
 
 from crosscloud_lab.errors import LabError
 from crosscloud_lab.lab import Lab
 
-PORT = 30700
-RECEIVE = "while :; do nc -l -p 8080 >> /tmp/got; done"
+RECEIVE = "touch /tmp/got; exec nc -ll -p 8080 -e sh -c 'cat >> /tmp/got'"
 SLEEP = "sleep 100000"
 
 
 @pytest.fixture
 def wan(lab: Lab) -> Iterator[Bench]:
     """A pod `sends` in east, and `receives` in west behind a node port that writes what arrives to /tmp/got."""
-    bench = Bench(lab, "links")
-    port = service("receives", "receives", 8080, type="NodePort", ports={"nodePort": PORT})
+    bench = Bench(lab)
+    port = service("receives", "receives", 8080, type="NodePort")
     bench.create("west", port, pod("receives", RECEIVE, node="west-0"))
     bench.create("east", pod("sends", SLEEP))
     yield bench
@@ -32,14 +31,18 @@ def wan(lab: Lab) -> Iterator[Bench]:
 
 
 def received(bench: Bench) -> int:
-    return int(bench.sh("west", "receives", "wc -c < /tmp/got 2>/dev/null || echo 0"))
+    return int(bench.sh("west", "receives", "wc -c < /tmp/got"))
+
+
+def target(bench: Bench) -> str:
+    """Address and port in west, as seen from east."""
+    return f"{bench.lab.plan.cluster('west').api_address} {bench.node_port('west', 'receives')}"
 
 
 def send(bench: Bench, count: int) -> float:
     """Sends `count` bytes from east to west; seconds until all have arrived."""
-    target = bench.lab.plan.cluster("west").api_address
     before, started = received(bench), time.monotonic()
-    bench.sh("east", "sends", f"head -c {count} /dev/zero | nc {target} {PORT}")
+    bench.sh("east", "sends", f"head -c {count} /dev/zero | nc {target(bench)}")
     eventually(lambda: received(bench) >= before + count, f"{count} bytes in west", seconds=240)
     return time.monotonic() - started
 
@@ -75,8 +78,7 @@ def test_a_rate_holds_over_later_commands_on_links(lab: Lab, wan: Bench) -> None
 
 
 def test_a_cut_makes_an_open_connection_hang_in_silence_and_heal_lets_it_go_on(wan: Bench, lab: Lab) -> None:
-    target = lab.plan.cluster("west").api_address
-    beat = f"(while :; do echo tick; echo tick >> /tmp/sent; usleep 50000; done) | nc {target} {PORT}"
+    beat = f"(while :; do echo tick; echo tick >> /tmp/sent; usleep 50000; done) | nc {target(wan)}"
     wan.sh("east", "sends", f"({beat}; echo ended > /tmp/ended) >/dev/null 2>&1 &")
 
     def sent() -> int:

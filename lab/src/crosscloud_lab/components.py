@@ -10,7 +10,7 @@ from crosscloud_lab.binaries import Binaries
 from crosscloud_lab.labfile import POD_RANGE, SERVICE_RANGE
 from crosscloud_lab.layout import ClusterFiles
 from crosscloud_lab.plan import ClusterPlan, NodePlan, node_labels
-from crosscloud_lab.sandbox import Daemon
+from crosscloud_lab.sandbox import SHORT_STATE, Daemon
 
 SANDBOX_IMAGE = "crosscloud.dev/lab/busybox:1"
 ISSUER = "https://kubernetes.default.svc.cluster.local"
@@ -122,7 +122,7 @@ def containerd(node: NodePlan, files: ClusterFiles) -> Daemon:
 
 
 def containerd_socket(node: NodePlan) -> str:
-    """Short and in the sandbox's own /run: a socket's path may have 107 characters only."""
+    """In the sandbox's own /run, where its path is short."""
     return f"/run/containerd-{node.index}/containerd.sock"
 
 
@@ -142,7 +142,7 @@ def kubelet(cluster: ClusterPlan, node: NodePlan, files: ClusterFiles, binaries:
             f"--kubeconfig={files.kubeconfig(node.name)}",
             f"--hostname-override={node.name}",
             f"--node-ip={node.address}",
-            f"--root-dir={folder / 'kubelet'}",
+            f"--root-dir={SHORT_STATE}/{folder.relative_to(files.root)}/kubelet",
             f"--cert-dir={folder / 'certificates'}",
             f"--node-labels={labels}",
         ),

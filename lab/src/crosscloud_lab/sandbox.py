@@ -21,6 +21,8 @@ from crosscloud_lab.errors import LabError
 from crosscloud_lab.shell import run
 
 HIDDEN_FOLDERS = ("/run", "/var/lib", "/var/log", "/opt")
+# The cluster's state folder under a second name: the path of a socket may have 107 characters only.
+SHORT_STATE = "/run/cluster"
 
 # The kubelet insists on these values and would set them for the whole machine; it is shown files instead.
 _SHOWN_SYSCTLS = {
@@ -32,23 +34,26 @@ _SHOWN_SYSCTLS = {
     "kernel/keys/root_maxbytes": 25000000,
 }
 
+# At the end the shell waits for ever, and so reaps what the daemons leave behind.
 _INIT_SCRIPT = """
 set -e
 echo 0 > "$1/cgroup.procs"
-sysctls=$2
-shift 2
+state=$2
+short=$3
+shift 3
 mount --make-rshared /
 mount -t proc proc /proc
 for folder in "$@"; do mount -t tmpfs -o mode=755 tmpfs "$folder"; done
-cd "$sysctls"
+mkdir "$short"
+mount --bind "$state" "$short"
+cd "$state/sysctls"
 find . -type f | while read -r file; do
   if [ -e "/proc/sys/$file" ]; then mount --bind "$file" "/proc/sys/$file"; fi
 done
 cd /
 echo ready
 exec >/dev/null 2>&1
-trap '' CHLD
-exec sleep infinity
+while :; do sleep infinity & wait; done
 """
 
 _DAEMON_SCRIPT = """
@@ -86,8 +91,7 @@ class Sandbox:
 
     def init_pid(self) -> int | None:
         """Process id of init as the host sees it; None when the sandbox doesn't exist."""
-        found = cgroups.programs(self._group / "init")
-        return next((pid for pid, program in found.items() if program == "sleep"), None)
+        return next((pid for pid in cgroups.members(self._group / "init") if _is_init(pid)), None)
 
     def pid(self) -> int:
         """As `init_pid`; LabError when the sandbox doesn't exist."""
@@ -106,7 +110,7 @@ class Sandbox:
         self.logs.mkdir(parents=True, exist_ok=True)
         self._write_sysctls()
         command = ["unshare", "--net", "--mount", "--pid", "--fork", "sh", "-c", _INIT_SCRIPT, "init"]
-        arguments = [str(group), str(self._state / "sysctls"), *HIDDEN_FOLDERS]
+        arguments = [str(group), str(self._state), SHORT_STATE, *HIDDEN_FOLDERS]
         with subprocess.Popen(
             [*command, *arguments],
             stdin=subprocess.DEVNULL,
@@ -187,6 +191,16 @@ class Sandbox:
             path = self._state / "sysctls" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{value}\n")
+
+
+def _is_init(pid: int) -> bool:
+    """Whether a process is the first one of a process namespace inside ours."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                numbers = line.split()[1:]
+                return len(numbers) > 1 and numbers[-1] == "1"
+    return False
 
 
 def tail(log: Path, lines: int = 5) -> str:
