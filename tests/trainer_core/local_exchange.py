@@ -62,7 +62,7 @@ class StoreExchange:
         self.prepared_rounds.append(round_number)
 
     def _reduce(self, number: int, weights: Mapping[int, int], payload: EncodedCells | None) -> EncodedCells:
-        payloads: dict[int, EncodedCells | None] = {replica: None for replica in self.view}
+        payloads: dict[int, EncodedCells | None] = dict.fromkeys(self.view)
         if payload is not None:
             payloads[self.replica] = payload.select(self._reducer.owned)
         for replica in self.view:

@@ -1,8 +1,8 @@
 """Rounds of replicas with unlike layouts, each rank a thread, against numpy on the whole model."""
 
 import threading
-from datetime import timedelta
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ class Rank(threading.Thread):
                     report = self.algorithm.on_step(self.tokens if self.rank == 0 else 0)
                 self.reports.append(report)
                 self.weights.append(self.shard.read().clone().numpy())
-        except Exception as error:  # handed to the test
+        except Exception as error:  # noqa: BLE001 - handed to the test
             self.error = error
             self.group.abort()
 

@@ -39,9 +39,9 @@ def test_a_replica_sends_two_times_c_minus_1_over_c_payloads(replicas, times):
 
 
 def test_unknown_codecs_and_counts_are_named():
-    with pytest.raises(ValueError, match="'Int4'.*None, Int8"):
+    with pytest.raises(ValueError, match=r"'Int4'.*None, Int8"):
         payload_bytes("Int4", [1])
-    with pytest.raises(ValueError, match="'Int4'.*None, Int8"):
+    with pytest.raises(ValueError, match=r"'Int4'.*None, Int8"):
         codec_named("Int4")
     with pytest.raises(ValueError, match="replicas is 0"):
         wan_bytes("None", [1], 0)

@@ -333,6 +333,7 @@ class _Split:
         "fp16_groups",
         "persistent_parameters",
         "_global_grad_norm",
+        "_partition_all_parameters",
         "_reassign_or_swap_out_partitioned_parameters",
     )
 
@@ -351,6 +352,8 @@ class _Split:
         return float(self._zero._global_grad_norm)
 
     def refresh(self) -> None:
+        # Parameters that are whole at the moment would keep their old values, and the small ones always are.
+        self._zero._partition_all_parameters()
         self._zero._reassign_or_swap_out_partitioned_parameters(0)
         persistent = self._zero.persistent_parameters
         if persistent:
