@@ -36,7 +36,6 @@ class Journal:
         self.seconds = {"compute": 0.0, "exchange": 0.0, "waiting": 0.0}
         self.wan: Mapping[int, Wan] = {}
         self.refusals: Mapping[str, int] = {}
-        self.digest_mismatches = 0
 
     @property
     def progress(self) -> Progress:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -53,7 +55,6 @@ class RunCollector(Collector):
         yield self._counter(
             "dense_bytes", "What fp32 all-reduce at every step would have sent and received", progress.dense_bytes
         )
-        yield self._counter("digest_mismatches", "Rounds in which outer states differed", journal.digest_mismatches)
         seconds = self._labelled("seconds", "Time by activity", "activity")
         for activity, value in journal.seconds.items():
             seconds.add_metric([*self._own, activity], max(0.0, value))
@@ -86,11 +87,23 @@ class RunCollector(Collector):
         return CounterMetricFamily(PREFIX + name, text, labels=["training_job", "replica", *labels])
 
 
-def serve(journal: Journal, run: RunDocument, replica: int, port: int) -> None:
-    """Serve /metrics on `port` until the process ends. Raises OSError where the port is taken."""
+class Server:
+    """A running metrics endpoint."""
+
+    def __init__(self, server: WSGIServer, thread: Thread) -> None:
+        self._server, self._thread = server, thread
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve(journal: Journal, run: RunDocument, replica: int, port: int) -> Server:
+    """Serve /metrics on `port` in a thread that ends with the process. Raises OSError where the port is taken."""
     registry = CollectorRegistry()
     registry.register(RunCollector(journal, run, replica))
-    start_http_server(port, registry=registry)
+    return Server(*start_http_server(port, registry=registry))
 
 
 def package_version() -> str:

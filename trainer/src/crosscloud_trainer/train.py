@@ -27,6 +27,7 @@ from crosscloud_trainer.contract import Activity, ExitCode, Precision, Schedule
 from crosscloud_trainer.data.corpus import open_corpus
 from crosscloud_trainer.data.split import Split
 from crosscloud_trainer.diloco import DigestMismatchError, DiLoCo, RoundReport
+from crosscloud_trainer.exchange import ExchangeError
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.journal import Journal
@@ -60,13 +61,11 @@ LOG_SECONDS = 10.0
 def train(place: Place, environ: Mapping[str, str]) -> None:
     """The run of this rank."""
     run, pod = place.attempt.run, place.pod
-    training, sync = run.training, run.sync
+    training = run.training
     status = _status_file(place, environ)
     deadline = float(environ[DEADLINE])
 
     device = meet_ranks(place, environ, deadline)
-    group = TorchGroup(device)
-
     corpus = open_corpus(Path(environ[DATA_FOLDER]), training.sequence_length)
     split = Split(len(corpus.train), len(run.replicas), training.batch_size, training.seed)
     task = CausalTask(corpus, split, pod.replica, place.rank, place.ranks)
@@ -74,57 +73,22 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
 
     model = build_model(training.model, training.sequence_length, training.seed)
     trained = build_engine(model, place, steps)
-    dense = 2 * wan_bytes("None", [p.elements for p in trained.index.parameters], len(run.replicas))
-    journal = Journal(steps, dense)
+    sizes = [parameter.elements for parameter in trained.index.parameters]
+    journal = Journal(steps, 2 * wan_bytes("None", sizes, len(run.replicas)))
 
     with meet_replicas(place, trained, deadline) as meeting:
-        diloco = DiLoCo(
-            trained.layout,
-            trained.shard,
-            group,
-            meeting.exchange,
-            codec_named(sync.codec.value),
-            inner_steps=sync.inner_steps,
-            settings=OuterSettings(sync.outer_optimizer.learning_rate, sync.outer_optimizer.momentum),
-            error_feedback=sync.error_feedback,
-        )
-        watch = Watch(meeting, journal)
+        diloco = build_diloco(place, trained, meeting, device)
         if status is not None:
-            status.watch(watch.live)
+            status.watch(Watch(meeting, journal).live)
             status.update(activity=Activity.TRAINING)
         if place.first and pod.metrics_port:
             serve_metrics(place, journal)
         log.info("training: %d steps of %d tokens", steps, split.per_step * training.sequence_length)
-
-        tokens = training.batch_size // place.ranks * training.sequence_length
-        shown = time.monotonic()
-        for step in range(1, steps + 1):
-            started = time.monotonic()
-            loss = trained(**task.batch(step - 1, device)).loss
-            trained.backward(loss)
-            report = trained.step()
-            assert report is not None  # one micro-batch is one inner step
-            mean = group_mean(float(loss.detach()), 1, device)
-            journal.step(mean, tokens * place.ranks, report.skipped, time.monotonic() - started)
-
-            started = time.monotonic()
-            done = diloco.on_step(tokens, last=step == steps)
-            if done is not None:
-                trained.refresh()
-                tell_round(done, meeting, journal, group, place, time.monotonic() - started)
-
-            if step % training.evaluate_every == 0 or step == steps:
-                evaluate(task, trained, journal, device)
-            if place.first and (time.monotonic() - shown > LOG_SECONDS or step == steps):
-                shown = time.monotonic()
-                log.info(
-                    "step %d of %d: loss %.4f, %.0f tokens/s", step, steps, mean, journal.progress.tokens_per_second
-                )
-
+        run_steps(place, steps, task, trained, diloco, meeting, journal, device)
         if status is not None:
             status.update(activity=Activity.FINISHING)
         meeting.settle()
-        count_traffic(meeting, journal, group, place)
+        count_traffic(meeting, journal, TorchGroup(device), place)
 
     stored = store(place, trained, diloco, meeting, journal)
     if status is not None:
@@ -132,6 +96,44 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
         status.close()
     dist.barrier()
     engine.close()
+
+
+def run_steps(
+    place: Place,
+    steps: int,
+    task: CausalTask,
+    trained: engine.Engine,
+    diloco: DiLoCo,
+    meeting: Meeting,
+    journal: Journal,
+    device: torch.device,
+) -> None:
+    """All inner steps, with a round at the end of each window and an evaluation now and then."""
+    training = place.attempt.run.training
+    group = TorchGroup(device)
+    tokens = training.batch_size // place.ranks * training.sequence_length  # of this rank, in a step
+    shown = time.monotonic()
+    for step in range(1, steps + 1):
+        started = time.monotonic()
+        loss = trained(**task.batch(step - 1, device)).loss
+        trained.backward(loss)
+        report = trained.step()
+        assert report is not None  # one micro-batch is one inner step
+        mean = group_mean(float(loss.detach()), 1, device)
+        journal.step(mean, tokens * place.ranks, report.skipped, time.monotonic() - started)
+
+        started = time.monotonic()
+        done = diloco.on_step(tokens, last=step == steps)
+        if done is not None:
+            trained.refresh()
+            tell_round(done, meeting, journal, group, place, time.monotonic() - started)
+
+        if step % training.evaluate_every == 0 or step == steps:
+            evaluate(task, trained, journal, device)
+        if place.first and (time.monotonic() - shown > LOG_SECONDS or step == steps):
+            shown = time.monotonic()
+            rate = journal.progress.tokens_per_second
+            log.info("step %d of %d: loss %.4f, %.0f tokens/s", step, steps, mean, rate)
 
 
 def build_engine(model: torch.nn.Module, place: Place, steps: int) -> engine.Engine:
@@ -155,6 +157,22 @@ def build_engine(model: torch.nn.Module, place: Place, steps: int) -> engine.Eng
         clip_norm=training.gradient_clipping or None,
     )
     return engine.build(model, optimizer, settings, schedule)
+
+
+def build_diloco(place: Place, trained: engine.Engine, meeting: Meeting, device: torch.device) -> DiLoCo:
+    """The outer loop as the manifest's `sync` has it."""
+    sync = place.attempt.run.sync
+    outer = sync.outer_optimizer
+    return DiLoCo(
+        trained.layout,
+        trained.shard,
+        TorchGroup(device),
+        meeting.exchange,
+        codec_named(sync.codec.value),
+        inner_steps=sync.inner_steps,
+        settings=OuterSettings(outer.learning_rate, outer.momentum),
+        error_feedback=sync.error_feedback,
+    )
 
 
 def tell_round(
@@ -254,6 +272,8 @@ def explained(fault: Exception) -> Failure:
         return fault
     if isinstance(fault, LinkError):
         return Failure(fault.exit_code, str(fault))
+    if isinstance(fault, ExchangeError):
+        return Failure(ExitCode.PEER_LOST, str(fault))
     if isinstance(fault, engine.TooManySkippedStepsError):
         return Failure(ExitCode.NON_FINITE, str(fault))
     if isinstance(fault, engine.EngineError):

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
-from crosscloud_trainer.contract import Completion, ExitCode, Outcome
+from crosscloud_trainer.contract import Completion, ExitCode, Outcome, Problem
 from crosscloud_trainer.data.corpus import write_corpus
-from crosscloud_trainer.failures import Failure
+from crosscloud_trainer.failures import Failure, invalid
 from crosscloud_trainer.launcher import network, ranks
 from crosscloud_trainer.launcher.environment import (
     DATA_FOLDER,
@@ -62,11 +62,11 @@ def run_pod(environ: Mapping[str, str]) -> int:
     try:
         pod = PodEnvironment.read(environ)
         attempt = read_attempt(pod)
+        reporter = _reporter(pod, attempt, environ)
     except Failure as failure:
         _say(f"error: {failure}")
         _leave(Path(environ.get("CROSSCLOUD_TERMINATION_LOG", "/dev/termination-log")), str(failure))
         return failure.code
-    reporter = _reporter(pod, attempt, environ)
     status = Status(home=attempt.run.home.number)
     with tempfile.TemporaryDirectory(prefix="crosscloud-pod-") as folder:
         try:
@@ -146,7 +146,10 @@ def _sink(pod: PodEnvironment, environ: Mapping[str, str]) -> Sink:
 
     namespace, _, name = rest.partition("/")
     credentials = pod.report_credentials
-    client = ConfigMapClient.in_cluster(credentials / "token", credentials / "ca.crt", environ)
+    try:
+        client = ConfigMapClient.in_cluster(credentials / "token", credentials / "ca.crt", environ)
+    except OSError as fault:
+        raise invalid([Problem("CROSSCLOUD_REPORT", pod.report, str(fault))]) from fault
     return ConfigMapSink(lambda data: client.patch(namespace, name, data))
 
 

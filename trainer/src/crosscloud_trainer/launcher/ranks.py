@@ -75,6 +75,7 @@ def rank_environments(
             "MASTER_PORT": str(master[1]),
             "OMP_NUM_THREADS": threads,
             "PYTHONUNBUFFERED": "1",
+            "TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # its warnings come with stacks
             PARENT: str(os.getpid()),
         }
         for number in range(local)

@@ -1,0 +1,187 @@
+"""Reports, status files, metrics and the counters behind them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from trainer.jobs import manifest, wait_for, written
+
+from crosscloud_trainer import metrics
+from crosscloud_trainer.contract import Activity, Completion, Outcome, Progress, Report, read_json
+from crosscloud_trainer.journal import KINDS, Journal, Wan, wan_of_vector, wan_vector
+from crosscloud_trainer.launcher.attempt import LocalJob, free_ports
+from crosscloud_trainer.launcher.manifest import read_manifest
+from crosscloud_trainer.reporting import Identity, Reporter, Status, StatusFile, read_status
+
+NEVER = lambda: False  # noqa: E731 - a constant function
+DONE = Completion(outcome=Outcome.SUCCEEDED, exit_code=0, message="training has ended")
+
+
+class Recorder:
+    """A sink that keeps what it gets, and fails as often as it is told."""
+
+    def __init__(self, interval: float, failures: int = 0) -> None:
+        self.interval = interval
+        self.failures = failures
+        self.reports: list[Report] = []
+
+    def send(self, text: str) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("the API server doesn't answer")
+        self.reports.append(read_json(Report, text))
+
+
+def status(step: int, activity: Activity = Activity.TRAINING) -> Status:
+    return Status(home=1, term=3, activity=activity, progress=Progress(step=step, total_steps=9, round=0, tokens=step))
+
+
+def test_a_report_carries_attempt_home_incarnation_and_a_growing_number() -> None:
+    sink = Recorder(interval=0)
+    reporter = Reporter(sink, Identity(attempt=2, replica=1, incarnation=4), status(0), print)
+    for step in range(1, 4):
+        reporter.offer(status(step))
+        wait_for(lambda step=step: sink.reports and sink.reports[-1].progress.step == step, "the report of a step")
+    assert reporter.complete(DONE, NEVER)
+    ranks = [report.rank for report in sink.reports]
+    assert ranks == sorted(set(ranks))
+    assert {report.rank[:3] for report in sink.reports} == {(2, 1, 4)}
+    assert {report.replica for report in sink.reports} == {1}
+    assert sink.reports[-1].completion == DONE
+    assert sink.reports[-1].activity is Activity.ENDED
+    assert sink.reports[-1].progress.step == 3
+
+
+def test_between_two_reports_of_one_activity_the_interval_passes_but_a_change_of_activity_is_told_at_once() -> None:
+    sink = Recorder(interval=3600)
+    reporter = Reporter(sink, Identity(1, 0, 1), status(0, Activity.STARTING), print)
+    wait_for(lambda: len(sink.reports) == 1, "the first report")
+    reporter.offer(status(1))
+    wait_for(lambda: len(sink.reports) == 2, "the change of activity")
+    for step in range(2, 50):
+        reporter.offer(status(step))
+    reporter.offer(status(50, Activity.WAITING))
+    wait_for(lambda: len(sink.reports) == 3, "the change of activity")
+    reporter.complete(DONE, NEVER)
+    assert [report.progress.step for report in sink.reports] == [0, 1, 50, 50]
+    assert [report.activity.value for report in sink.reports] == ["Starting", "Training", "Waiting", "Ended"]
+
+
+def test_a_completion_is_delivered_however_often_the_sink_fails_first() -> None:
+    sink = Recorder(interval=0, failures=3)
+    said: list[str] = []
+    reporter = Reporter(sink, Identity(1, 0, 1), status(0), said.append)
+    assert reporter.complete(DONE, NEVER)
+    assert sink.reports[-1].completion == DONE
+    assert said == ["the report can't be written, trying again: the API server doesn't answer"]
+
+
+def test_a_completion_that_cannot_be_delivered_is_given_up_when_it_is_said_so() -> None:
+    reporter = Reporter(Recorder(interval=0, failures=10**9), Identity(1, 0, 1), status(0), print)
+    gone = threading.Event()
+    threading.Timer(0.3, gone.set).start()
+    assert not reporter.complete(DONE, gone.is_set)
+
+
+def test_the_status_file_follows_what_changes_while_the_training_thread_waits(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    waiting = threading.Event()
+
+    def live(now: Status) -> Status:
+        return replace(now, activity=Activity.WAITING) if waiting.is_set() else now
+
+    file = StatusFile(path, status(0), live)
+    file.update(progress=status(5).progress)
+    wait_for(lambda: (found := read_status(path)) and found.progress.step == 5, "the step")
+    waiting.set()
+    wait_for(lambda: (found := read_status(path)) and found.activity is Activity.WAITING, "the waiting")
+    file.close()
+    assert read_status(tmp_path / "none") is None
+
+
+# Counters
+
+
+def test_the_journal_counts_what_happened_and_never_shows_a_loss_that_is_not_finite() -> None:
+    journal = Journal(total_steps=3, dense_bytes_per_step=100.5)
+    journal.step(4.0, tokens=10, skipped=0, seconds=1.0)
+    journal.step(math.nan, tokens=10, skipped=1, seconds=2.0)
+    journal.round(1, "ab" * 8, seconds=5.0)
+    journal.waited(2.0)
+    journal.traffic({1: Wan({"payload": 7, "result": 5}, {"payload": 3, "overhead": 1})})
+    journal.validation(math.inf)
+    found = journal.progress
+    assert (found.step, found.tokens, found.loss, found.first_loss, found.skipped_steps) == (2, 20, 4.0, 4.0, 1)
+    assert (found.wan_bytes_sent, found.wan_bytes_received, found.dense_bytes) == (12, 4, 201)
+    assert (found.round, found.digest, found.validation_loss) == (1, "ab" * 8, None)
+    assert journal.seconds == {"compute": 3.0, "exchange": 3.0, "waiting": 2.0}
+
+
+Counts = st.dictionaries(st.sampled_from(KINDS), st.integers(0, 2**40))
+
+
+@given(st.dictionaries(st.integers(0, 5), st.tuples(Counts, Counts)))
+def test_traffic_goes_through_a_vector_of_numbers_unchanged(
+    counts: dict[int, tuple[dict[str, int], dict[str, int]]],
+) -> None:
+    replicas = range(6)
+    before = {replica: Wan(sent, received) for replica, (sent, received) in counts.items()}
+    after = wan_of_vector(wan_vector(before, replicas), replicas)
+    for replica in replicas:
+        for kind in KINDS:
+            assert after[replica].sent[kind] == before.get(replica, Wan()).sent.get(kind, 0)
+            assert after[replica].received[kind] == before.get(replica, Wan()).received.get(kind, 0)
+
+
+def test_metrics_are_served_with_one_prefix_and_the_journals_numbers(tmp_path: Path) -> None:
+    found = read_manifest(written(tmp_path, manifest()))
+    run = LocalJob(found, "00000000-0000-4000-8000-000000000001", tmp_path, tmp_path, "/x")._run_document(3)
+    journal = Journal(total_steps=8, dense_bytes_per_step=1000)
+    journal.step(2.5, tokens=64, skipped=0, seconds=0.5)
+    journal.traffic({1: Wan({"payload": 70, "result": 50}, {"payload": 30})})
+    journal.refusals = {"wrong certificate": 2}
+    port = free_ports([1])[0][0]
+    server = metrics.serve(journal, run, 0, port)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    finally:
+        server.close()
+    samples = {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+    own = {"training_job": "small", "replica": "0"}
+
+    def value(name: str, **labels: str) -> float:
+        return samples["crosscloud_trainer_" + name, tuple(sorted({**own, **labels}.items()))]
+
+    assert all(name.startswith("crosscloud_trainer_") for name, _ in samples)
+    assert value("loss") == 2.5
+    assert value("step") == 1
+    assert value("steps") == 8
+    assert value("tokens_total") == 64
+    assert value("dense_bytes_total") == 1000
+    assert value("wan_sent_bytes_total", peer="1", kind="payload") == 70
+    assert value("wan_received_bytes_total", peer="1", kind="payload") == 30
+    assert value("seconds_total", activity="compute") == 0.5
+    assert value("link_refusals_total", reason="wrong certificate") == 2
+    assert value("info", version=metrics.package_version(), attempt="3", incarnation="1") == 1
+
+
+def test_a_metrics_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
+    found = read_manifest(written(tmp_path, manifest()))
+    run = LocalJob(found, "00000000-0000-4000-8000-000000000001", tmp_path, tmp_path, "/x")._run_document(1)
+    journal = Journal(1, 1)
+    port = free_ports([1])[0][0]
+    server = metrics.serve(journal, run, 0, port)
+    try:
+        with pytest.raises(OSError, match="in use"):
+            metrics.serve(journal, run, 0, port)
+    finally:
+        server.close()
