@@ -1,7 +1,8 @@
 """The operator's own errors.
 
     OperatorError
-    └── InvalidJob      a job whose spec can't be run as written; `problems` has every fault
+    ├── InvalidJob      a job whose spec can't be run as written; `problems` has every fault
+    └── InvalidStatus   a job's status that the operator has not written
 
 What an API server answers is in `kube/api.py` (ApiError and its children).
 """
@@ -23,3 +24,7 @@ class InvalidJob(OperatorError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("; ".join(str(problem) for problem in self.problems))
+
+
+class InvalidStatus(OperatorError):
+    """The operator's memory of a job has been overwritten."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from crosscloud_operator.domain import names
 from crosscloud_operator.domain.documents import planned_pods
+from crosscloud_operator.domain.errors import InvalidStatus
 from crosscloud_operator.domain.inventory import ENDED
 from crosscloud_operator.domain.record import read_status
-from crosscloud_trainer.contract import InvalidDocument
 
 Obj = Mapping[str, Any]
 
@@ -28,11 +28,11 @@ def promised(jobs: Iterable[Obj], pods: Mapping[str, Iterable[Obj]], *, without:
     found: dict[tuple[str, str], int] = defaultdict(int)
     for job in jobs:
         meta = job["metadata"]
-        if meta["uid"] == without:
+        if meta["uid"] == without or not (job.get("status") or {}).get("plan"):
             continue
         try:
             status = read_status(job.get("status"))
-        except InvalidDocument:
+        except InvalidStatus:
             continue
         if status.attempt is None or not status.holds_gpus:
             continue
