@@ -65,7 +65,11 @@ def alone(device: torch.device, stage: int, precision: str, clip_norm: float | N
 def replica_of_a_job(
     device: torch.device, port: int, replica: int, stage: int, precision: str, codec: str, rounds: int
 ) -> Any:
-    """One of two replicas that exchange by a store; the other one has other ranks and another ZeRO stage."""
+    """One of two replicas that exchange by a store; the other one has other ranks and another ZeRO stage.
+
+    One rank of one replica has a gradient that isn't finite in the very step that ends the second window.
+    """
+    spoilt_step = (4, 1, 1)
     store = dist.PrefixStore(codec, store_of(port))
     engine = engine_of(stage, precision)
     if engine.rank == 0:
@@ -83,12 +87,14 @@ def replica_of_a_job(
         inner_steps=2,
         settings=OuterSettings(),
     )
-    data = batches(100 * replica + engine.rank, 2 * rounds)
-    result: dict[str, list[Any]] = {"digests": [], "weights": [], "losses": []}
-    for tokens in data:
+    result: dict[str, list[Any]] = {"digests": [], "weights": [], "losses": [], "applied": []}
+    for number, tokens in enumerate(batches(100 * replica + engine.rank, 2 * rounds), start=1):
         loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
+        spoilt = (number, replica, engine.rank) == spoilt_step
+        engine.backward(loss * float("nan") if spoilt else loss)
+        step = engine.step()
+        assert step is not None
+        result["applied"].append(step.applied)
         report = algorithm.on_step(tokens.numel())
         if report is not None:
             engine.refresh()

@@ -14,7 +14,7 @@ COMBINATIONS = [(stage, precision) for stage in (1, 2, 3) for precision in ("fp3
 CLIPPED = [2, 3]
 CLIP_NORM = 0.05
 SKIPPED = [(1, "bf16"), (2, "fp32"), (3, "bf16")]
-BAD_VALUES = [float("nan"), float("inf")]
+BAD_VALUES = [float("nan"), float("-inf"), 1e38]
 JOBS = {"Int8": ((2, 1), (4, 2)), "None": ((2, 2), (4, 3))}
 """By codec: ranks and ZeRO stage of both replicas."""
 ROUNDS = 4
@@ -83,6 +83,8 @@ def test_replicas_of_two_and_of_four_ranks_agree_to_the_bit_after_every_round(co
     assert len(set(two["digests"])) == ROUNDS
     assert two["losses"] == four["losses"]
     assert two["weights"] == four["weights"] == [{"0": 256, "1": 512}] * ROUNDS
+    assert two["applied"] == [True] * 2 * ROUNDS
+    assert four["applied"] == [number != 4 for number in range(1, 2 * ROUNDS + 1)]
 
 
 @pytest.mark.parametrize("bad_value", BAD_VALUES)

@@ -19,6 +19,7 @@ from crosscloud_trainer.diloco import DigestMismatchError, DiLoCo, RoundReport
 from crosscloud_trainer.layout import Index, ReplicaLayout, contiguous_shard, split_shard
 from crosscloud_trainer.outer import OuterSettings
 from crosscloud_trainer.shard import Shard
+from crosscloud_trainer.sizes import cell_bytes
 
 f32 = np.float32
 OUTER = OuterSettings(0.7, 0.9)
@@ -39,7 +40,7 @@ class Rank(threading.Thread):
             layout, self.shard, group, exchange, codec_named(codec), inner_steps=inner_steps, settings=OUTER
         )
         self.index, self.replica, self.rank = layout.index, replica, group.rank
-        self.group = group
+        self.group, self.exchange = group, exchange
         self.windows, self.tokens, self.inner_steps = windows, tokens, inner_steps
         self.reports: list[RoundReport] = []
         self.weights: list[np.ndarray] = []
@@ -175,6 +176,12 @@ def test_a_replica_of_two_ranks_and_one_of_four_agree_to_the_bit_after_every_rou
         assert len({report.digest for report in run.reports(window)}) == 1
         assert [report.round for report in run.reports(window)] == [window + 1] * 6
         assert run.reports(window)[0].weights == {0: 900, 1: 300}
+    for rank in [*run.ranks[0], *run.ranks[1]]:
+        assert rank.exchange.prepared_rounds == [1, 2, 3, 4, 5]
+        held = run.layouts[rank.replica].holders.held(rank.rank)
+        assert rank.reports[0].payload_bytes == sum(
+            cell_bytes(codec, int(elements)) for elements in index.lengths(held)
+        )
 
 
 @pytest.mark.parametrize("codec", ["None", "Int8"])
