@@ -188,23 +188,26 @@ def _open(name: str) -> Lab:
 
 
 def _show(status: LabStatus) -> None:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     table = Table(title=f"lab {status.name}", title_justify="left")
-    for column in ("cluster", "node", "address", "state", "GPUs", "API server"):
+    for column in ("cluster", "node", "address", "state", "GPUs"):
         table.add_column(column)
     for cluster in status.clusters:
         for node in cluster.nodes:
-            state = "ready" if node.ready else "not ready"
-            if cluster.down:
-                state += f" (down: {', '.join(cluster.down)})"
             gpus = f"{node.gpus} x {node.gpu}" if node.gpu else "-"
-            table.add_row(cluster.name, node.name, node.address, state, gpus, cluster.api)
+            table.add_row(cluster.name, node.name, node.address, "ready" if node.ready else "not ready", gpus)
     console.print(table)
     links = Table()
     for column in ("link", "rate", "state", "sent there", "sent back"):
         links.add_column(column)
     for link in status.links:
-        sent = [f"{count / 1e6:.1f} MB" for count in link.sent]
+        sent = ["-" if count is None else f"{count / 1e6:.1f} MB" for count in link.sent]
         links.add_row(" - ".join(link.between), link.rate, "cut" if link.cut else "open", *sent)
-    console.print(links)
-    console.print(f"S3 server: {status.s3}")
+    if status.links:
+        console.print(links)
+    console.print(f"S3 server: {status.s3}" + ("" if status.s3_ready else " (down)"))
+    for cluster in status.clusters:
+        if cluster.down:
+            console.print(f"{cluster.name}: down: {', '.join(cluster.down)}", soft_wrap=True)
+    if not status.ready:
+        console.print("`crosscloud-lab up` brings up what is down")

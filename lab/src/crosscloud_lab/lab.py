@@ -34,12 +34,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LinkStatus:
-    """A WAN link; `sent` counts bytes on the interface of each end: (first to second, second to first)."""
+    """A WAN link; `sent` counts bytes on the interface of each end: (first to second, second to first).
+
+    A count is None where the cluster doesn't run.
+    """
 
     between: tuple[str, str]
     rate: str
     cut: bool
-    sent: tuple[int, int]
+    sent: tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class LabStatus:
     clusters: tuple[ClusterStatus, ...]
     links: tuple[LinkStatus, ...]
     s3: str
+    s3_ready: bool
 
 
 class Lab:
@@ -108,12 +112,13 @@ class Lab:
         self._known()
         clusters = tuple(_in_parallel([cluster.status for cluster in self._clusters.values()]))
         links = tuple(
-            LinkStatus(pair, link.rate, link.cut, (self._sent(*pair), self._sent(*reversed(pair))))
+            LinkStatus(pair, link.rate, link.cut, (self._counted(*pair), self._counted(*reversed(pair))))
             for pair, link in self._state.links(self.spec).items()
         )
         s3 = storage.daemon(self.plan, self._state.folder / "s3", self._binaries)
-        ready = all(cluster.ready for cluster in clusters) and self._storage_sandbox().alive(s3)
-        return LabStatus(self.spec.name, ready, clusters, links, self.plan.storage_url)
+        stored = self._storage_sandbox().alive(s3)
+        ready = stored and all(cluster.ready for cluster in clusters)
+        return LabStatus(self.spec.name, ready, clusters, links, self.plan.storage_url, stored)
 
     def cluster(self, name: str) -> Cluster:
         """A cluster of the lab by name."""
@@ -252,6 +257,12 @@ class Lab:
         for name in sorted({name for pair in pairs for name in pair}):
             cut = [a if b == name else b for (a, b), link in links.items() if link.cut and name in (a, b)]
             network.apply_cuts(self._clusters[name].sandbox, cut)
+
+    def _counted(self, a: str, b: str) -> int | None:
+        try:
+            return self._sent(a, b)
+        except LabError:
+            return None
 
     def _sent(self, a: str, b: str) -> int:
         return network.sent_bytes(self._clusters[a].sandbox, wan_interface(b))
