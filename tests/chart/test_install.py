@@ -66,6 +66,28 @@ def test_the_pods_pass_the_strictest_pod_security(hub: ApiServer) -> None:
         assert status == 201, answer
 
 
+def test_the_api_server_takes_what_every_value_brings(hub: ApiServer) -> None:
+    settings = (
+        "operator.priorityClassName=system-cluster-critical",
+        "operator.nodeSelector.disk=ssd",
+        "operator.tolerations[0].operator=Exists",
+        "operator.affinity.nodeAffinity.preferredDuringSchedulingIgnoredDuringExecution=null",
+        "operator.podLabels.team=a",
+        "operator.podAnnotations.note=b",
+        "imagePullSecrets[0].name=registry",
+        "serviceAccount.annotations.role=c",
+        "rbac.storageNamespaces={ml}",
+        "metrics.service.annotations.scrape=yes",
+        "metrics.dashboard.annotations.folder=d",
+        "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.team=e",
+        "networkPolicy.egress[0].ports[0].port=443",
+        "networkPolicy.egress[0].ports[0].protocol=TCP",
+    )
+    objects = {"apiVersion": "v1", "kind": "List", "items": rendered(*settings)}
+    apply = ("apply", "--dry-run=server", "--validate=strict", "--server-side", "--force-conflicts", "-f", "-")
+    hub.kubectl(*apply, stdin=json.dumps(objects))
+
+
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_examples_can_be_applied(hub: ApiServer, example: Path) -> None:
     hub.kubectl("apply", "--dry-run=server", "-f", str(example))
