@@ -2,82 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from apiserver import ApiServer, free_port
-from prometheus_client.parser import text_string_to_metric_families
+from apiserver import ApiServer
+from operatorprocess import NAMESPACE, operator_process
 from waiting import wait_until
 
-NAMESPACE = "crosscloud-system"
 JOBS = "/apis/crosscloud.dev/v1alpha1/namespaces/ml/crosscloudtrainingjobs"
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/crosscloud-operator"
-
-
-@dataclass
-class Operator:
-    """A running `crosscloud-operator`."""
-
-    process: subprocess.Popen[bytes]
-    port: int
-    log: Path
-
-    def get(self, path: str) -> tuple[int, str]:
-        """Status and text; 0 where nobody answers."""
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as fault:
-            with fault:
-                return fault.code, fault.read().decode()
-        except OSError:
-            return 0, ""
-
-    @property
-    def ready(self) -> bool:
-        return self.get("/readyz")[0] == 200
-
-    def metric(self, name: str, **labels: str) -> float | None:
-        for family in text_string_to_metric_families(self.get("/metrics")[1]):
-            for sample in family.samples:
-                if sample.name == name and labels.items() <= sample.labels.items():
-                    return float(sample.value)
-        return None
-
-
-@contextlib.contextmanager
-def operator(hub_api: ApiServer, folder: Path, name: str, **settings: str) -> Iterator[Operator]:
-    port, log = free_port(), folder / f"{name}.log"
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("CROSSCLOUD_")}
-    environment |= {
-        "KUBECONFIG": str(hub_api.kubeconfig),
-        "CROSSCLOUD_NAMESPACE": NAMESPACE,
-        "CROSSCLOUD_POD": name,
-        "CROSSCLOUD_HTTP_HOST": "127.0.0.1",
-        "CROSSCLOUD_HTTP_PORT": str(port),
-        "CROSSCLOUD_LEASE_SECONDS": "4",
-        "CROSSCLOUD_TRAINER_IMAGE": "example/trainer:1",
-        "CROSSCLOUD_GATEWAY_IMAGE": "example/gateway:1",
-        **settings,
-    }
-    with log.open("wb") as stream:
-        command = [sys.executable, "-m", "crosscloud_operator"]
-        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
-    try:
-        yield Operator(process, port, log)
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(autouse=True)
@@ -116,12 +52,12 @@ def looked_at(hub_api: ApiServer, name: str) -> bool:
 def test_one_leads_another_stands_by_and_takes_over_when_the_first_is_killed(
     hub_api: ApiServer, tmp_path: Path
 ) -> None:
-    with operator(hub_api, tmp_path, "first") as first:
+    with operator_process(hub_api.kubeconfig, tmp_path, "first") as first:
         wait_until(lambda: first.ready, 60)
         assert first.metric("crosscloud_operator_leader") == 1
         a_job(hub_api, "before")
         wait_until(lambda: looked_at(hub_api, "before"))
-        with operator(hub_api, tmp_path, "second") as second:
+        with operator_process(hub_api.kubeconfig, tmp_path, "second") as second:
             wait_until(lambda: "standing by" in second.get("/readyz")[1], 60)
             assert second.get("/readyz")[0] == 503
             assert second.get("/healthz")[0] == 200
@@ -136,7 +72,7 @@ def test_one_leads_another_stands_by_and_takes_over_when_the_first_is_killed(
 
 
 def test_a_job_is_looked_at_and_carries_nothing_of_kopfs(hub_api: ApiServer, tmp_path: Path) -> None:
-    with operator(hub_api, tmp_path, "only") as only:
+    with operator_process(hub_api.kubeconfig, tmp_path, "only") as only:
         wait_until(lambda: only.ready, 60)
         a_job(hub_api, "plain")
         wait_until(lambda: looked_at(hub_api, "plain"))
@@ -153,7 +89,7 @@ def test_a_job_is_looked_at_and_carries_nothing_of_kopfs(hub_api: ApiServer, tmp
 
 
 def test_sigterm_ends_it_and_hands_the_lease_over(hub_api: ApiServer, tmp_path: Path) -> None:
-    with operator(hub_api, tmp_path, "only", CROSSCLOUD_LEASE_SECONDS="60") as only:
+    with operator_process(hub_api.kubeconfig, tmp_path, "only", CROSSCLOUD_LEASE_SECONDS="60") as only:
         wait_until(lambda: only.ready, 60)
         only.process.send_signal(signal.SIGTERM)
         assert only.process.wait(30) == 0
@@ -162,7 +98,7 @@ def test_sigterm_ends_it_and_hands_the_lease_over(hub_api: ApiServer, tmp_path: 
 
 
 def test_a_lost_lease_ends_the_process(hub_api: ApiServer, tmp_path: Path) -> None:
-    with operator(hub_api, tmp_path, "only") as only:
+    with operator_process(hub_api.kubeconfig, tmp_path, "only") as only:
         wait_until(lambda: only.ready, 60)
         patch = {"spec": {"holderIdentity": "somebody-else"}}
         hub_api.request("PATCH", LEASE, patch, "application/merge-patch+json")
@@ -185,7 +121,7 @@ def test_a_lost_lease_ends_the_process(hub_api: ApiServer, tmp_path: Path) -> No
 def test_bad_settings_end_it_at_once_with_one_line_each(
     settings: dict[str, str], words: list[str], hub_api: ApiServer, tmp_path: Path
 ) -> None:
-    with operator(hub_api, tmp_path, "bad", **settings) as bad:
+    with operator_process(hub_api.kubeconfig, tmp_path, "bad", **settings) as bad:
         assert bad.process.wait(60) == 2
         text = bad.log.read_text()
         assert "Traceback" not in text
