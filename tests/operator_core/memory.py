@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ Key = tuple[str, str | None, str]
 Judge = Callable[[Obj], str | None]  # the reason why an object is refused
 
 WITH_STATUS = {JOB.kind, MEMBER.kind, POD.kind}
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _EPOCH = "2026-01-01T00:00:00Z"
 
 
@@ -71,6 +73,8 @@ class MemoryCluster:
         namespace = ref.namespace
         if ref.kind.namespaced and (NAMESPACE.kind, None, namespace) not in self.objects:
             raise NotFound(f'namespaces "{namespace}" not found', reason="NotFound")
+        if not _SUBDOMAIN.fullmatch(ref.name):
+            raise Refused(f'{ref.kind.kind} "{ref.name}" is invalid: metadata.name: must be an RFC 1123 subdomain')
         self._judge(obj)
         if _key(ref) in self.objects:
             raise AlreadyExists(f'{ref.kind.plural} "{ref.name}" already exists', reason="AlreadyExists")

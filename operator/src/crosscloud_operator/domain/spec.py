@@ -25,6 +25,24 @@ _OUR_POD_FIELDS = {
     "subdomain": None,
     "setHostnameAsFQDN": None,
 }
+Shape = dict[str, Any] | list[Any]  # of a podTemplate: objects with the fields that we look into, lists of objects
+_CONTAINER_SHAPE: Shape = {
+    **{name: [{}] for name in ("env", "envFrom", "ports", "volumeMounts")},
+    "resources": {"limits": {}, "requests": {}},
+    "securityContext": {},
+}
+_NODE_TERM: Shape = {"matchExpressions": [{}], "matchFields": [{}]}
+_TEMPLATE_SHAPE: Shape = {
+    "metadata": {"labels": {}, "annotations": {}},
+    "spec": {
+        **{name: [{}] for name in ("volumes", "tolerations", "imagePullSecrets", "initContainers")},
+        **{name: {} for name in ("nodeSelector", "securityContext")},
+        "containers": [_CONTAINER_SHAPE],
+        "affinity": {
+            "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [_NODE_TERM]}}
+        },
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -88,11 +106,12 @@ def tolerations(pod_spec: Obj, settings: JobSettings) -> tuple[Obj, ...]:
 
 
 def _template_problems(template: Obj, settings: JobSettings) -> Iterator[Problem]:
+    shape = list(_shape_problems(template, "spec.podTemplate", _TEMPLATE_SHAPE))
+    if shape:
+        yield from shape  # nothing else can be said about it
+        return
     path = "spec.podTemplate.spec"
     pod = template.get("spec") or {}
-    if not isinstance(pod, Mapping):
-        yield Problem(path, pod, "must be an object: a pod spec")
-        return
     for name, allowed in _OUR_POD_FIELDS.items():
         if name in pod and pod[name] != allowed:
             yield Problem(f"{path}.{name}", pod[name], "leave it out: the operator sets it")
@@ -105,6 +124,23 @@ def _template_problems(template: Obj, settings: JobSettings) -> Iterator[Problem
             yield Problem(f"{where}.name", container.get("name"), f"must be given; the trainer's is {TRAINER}")
         elif container["name"] == TRAINER:
             yield from _trainer_problems(container, where, settings)
+
+
+def _shape_problems(data: Any, path: str, shape: Shape) -> Iterator[Problem]:
+    """Whether what we look into is what it must be; the rest is for the members' API servers to judge."""
+    if data is None:
+        return
+    if isinstance(shape, list):
+        if not isinstance(data, list):
+            yield Problem(path, data, "must be a list")
+            return
+        for index, item in enumerate(data):
+            yield from _shape_problems(item or "", f"{path}[{index}]", shape[0])
+    elif not isinstance(data, Mapping):
+        yield Problem(path, data, "must be an object")
+    else:
+        for name, inner in shape.items():
+            yield from _shape_problems(data.get(name), f"{path}.{name}", inner)
 
 
 def _trainer_problems(container: Obj, where: str, settings: JobSettings) -> Iterator[Problem]:

@@ -1,0 +1,96 @@
+"""What of a job's spec only the operator can judge: the podTemplate, with every fault at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operator_core.players import SETTINGS, job
+
+from crosscloud_operator.domain.errors import InvalidJob
+from crosscloud_operator.domain.spec import read_job, request
+
+
+def read(**spec: Any) -> Any:
+    obj = job(**spec)
+    obj["metadata"] |= {"uid": "u", "generation": 1}
+    return read_job(obj, SETTINGS)
+
+
+def faults(**template: Any) -> dict[str, str]:
+    with pytest.raises(InvalidJob) as fault:
+        read(podTemplate=template)
+    return {problem.path.removeprefix("spec.podTemplate."): problem.allowed for problem in fault.value.problems}
+
+
+def test_what_the_operator_sets_itself_is_refused_field_by_field() -> None:
+    trainer = {
+        "name": "trainer",
+        "command": ["sh"],
+        "env": [{"name": "A"}, {"name": "CROSSCLOUD_RUN", "value": "x"}],
+        "volumeMounts": [{"name": "x", "mountPath": "/etc/crosscloud/tls"}],
+        "resources": {"limits": {"nvidia.com/gpu": 8}},
+    }
+    found = faults(
+        spec={
+            "restartPolicy": "Always",
+            "nodeName": "n1",
+            "volumes": [{"name": "crosscloud-tls", "emptyDir": {}}],
+            "containers": [{"image": "nameless:1"}, trainer],
+        }
+    )
+    assert set(found) == {
+        "spec.restartPolicy",
+        "spec.nodeName",
+        "spec.volumes[0].name",
+        "spec.containers[0].name",
+        "spec.containers[1].command",
+        "spec.containers[1].env[1].name",
+        "spec.containers[1].volumeMounts[0].mountPath",
+        "spec.containers[1].resources.limits[nvidia.com/gpu]",
+    }
+
+
+def test_what_has_the_wrong_shape_is_named_not_stumbled_over() -> None:
+    assert faults(spec=[]) == {"spec": "must be an object"}
+    assert faults(spec={"containers": {"name": "trainer"}, "volumes": ["data"]}) == {
+        "spec.containers": "must be a list",
+        "spec.volumes[0]": "must be an object",
+    }
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["name", "env", "limits"]), inner),
+    max_leaves=4,
+)
+FIELDS = (
+    "containers",
+    "initContainers",
+    "volumes",
+    "tolerations",
+    "nodeSelector",
+    "affinity",
+    "securityContext",
+    "env",
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), JSON), st.dictionaries(st.sampled_from(["labels", "annotations"]), JSON)
+)
+def test_no_pod_template_makes_the_operator_stumble(spec: dict[str, Any], metadata: dict[str, Any]) -> None:
+    try:
+        found = read(podTemplate={"spec": spec, "metadata": metadata})
+    except InvalidJob:
+        return
+    request(found, SETTINGS)
+
+
+def test_a_plain_job_asks_for_each_replica_in_its_own_size() -> None:
+    overrides = [{"name": "clinic", "index": 1, "members": ["west"], "gpusPerStage": 2, "zeroStage": 2}]
+    asked = request(read(replicaOverrides=overrides), SETTINGS)
+    assert [(need.gpus, need.zero_stage, need.members) for need in asked.stages] == [(4, 1, ()), (2, 2, ("west",))]
