@@ -43,9 +43,10 @@ def _run(console: Console) -> int:
         lab = Lab.default()
         lab.up()
     with phases("images: operator, trainer and gateway, from the Dockerfile"):
-        load_images(lab, build_images(Path.cwd()))
+        images = build_images(Path.cwd())
+        load_images(lab, images)
     with phases("operator: helm install on the hub"):
-        steps.install_operator(lab)
+        steps.install_operator(lab, images)
     with phases("members: crosscloud member add east, west"):
         steps.add_members(lab, ["east", "west"])
     with phases(f"job: kubectl apply -f {MANIFEST}"):

@@ -9,13 +9,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from crosscloud_lab.images import image_names
 from crosscloud_lab.lab import Lab
 
 NAMESPACE = "crosscloud-system"
@@ -65,8 +64,8 @@ def tool(name: str) -> Path:
     return Path(sys.executable).with_name(name)
 
 
-def install_operator(lab: Lab) -> None:
-    """`helm upgrade --install`, waiting until the operator is ready."""
+def install_operator(lab: Lab, images: Iterable[str]) -> None:
+    """`helm upgrade --install` with images that `load_images` brought, waiting until the operator is ready."""
     kubeconfig = lab.kubeconfig("hub")
     run(
         *(
@@ -79,15 +78,16 @@ def install_operator(lab: Lab) -> None:
             "charts/crosscloud",
         ),
         *("--namespace", NAMESPACE, "--create-namespace", "--wait", "--timeout", "5m"),
-        *(part for name, value in image_values().items() for part in ("--set", f"{name}={value}")),
+        *(part for name, value in image_values(images).items() for part in ("--set", f"{name}={value}")),
     )
 
 
-def image_values() -> dict[str, str]:
-    """Helm values that name the images which `load_images` brought to every node."""
+def image_values(images: Iterable[str]) -> dict[str, str]:
+    """Helm values for images named `REGISTRY/TARGET:TAG`, where TARGET is operator, trainer or gateway."""
     values: dict[str, str] = {}
-    for target, image in image_names(Path.cwd()).items():
+    for image in images:
         repository, _, tag = image.rpartition(":")
+        target = repository.rpartition("/")[2]
         values |= {f"{target}.image.repository": repository, f"{target}.image.tag": tag}
     return values
 

@@ -13,9 +13,10 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from crosscloud_lab.demo import steps
+from crosscloud_lab.images import build_images, load_images
 from crosscloud_lab.lab import Lab
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 Obj = dict[str, Any]
 
 
@@ -88,7 +89,9 @@ class Cloud:
         self.kubectl("hub", "delete", "cctj", name, "-n", "ml", "--ignore-not-found", "--timeout=180s")
 
     def install(self) -> None:
-        steps.install_operator(self.lab)
+        images = build_images(ROOT)
+        load_images(self.lab, images)
+        steps.install_operator(self.lab, images)
         steps.add_members(self.lab, ["east", "west"])
         steps.prepare_namespace(self.lab, ["hub", "east", "west"])
 
