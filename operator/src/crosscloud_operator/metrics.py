@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -29,6 +29,7 @@ class OperatorMetrics:
     """The registry of one operator process: counters of its own work, and the collector of what it sees."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the series and tell nobody anything
         self.registry = CollectorRegistry()
         self._seconds = Histogram(
             "crosscloud_operator_reconcile_seconds",

@@ -77,9 +77,10 @@ def world_at_work(hub_api: ApiServer) -> Iterator[KubeWorld]:
 
 
 @pytest.fixture(autouse=True)
-def clean(hub_api: ApiServer) -> Iterator[None]:
-    """Each test finds a hub without members and jobs."""
+def clean(hub_api: ApiServer, east_api: ApiServer) -> Iterator[None]:
+    """Each test finds a hub without members and jobs, and a member without nodes."""
     yield
     hub_api.request("DELETE", "/apis/crosscloud.dev/v1alpha1/memberclusters")
     hub_api.request("DELETE", "/api/v1/namespaces/crosscloud-system/secrets")
     hub_api.raw("DELETE", "/apis/crosscloud.dev/v1alpha1/namespaces/ml/crosscloudtrainingjobs")
+    east_api.request("DELETE", "/api/v1/nodes")

@@ -26,7 +26,7 @@ from crosscloud_operator.kube.member import Member
 from crosscloud_operator.kube.world import KubeWorld
 
 OPERATOR = "crosscloud-system"
-TIMES = Times(first_pause=0.05, last_pause=0.5)
+TIMES = Times(first_pause=0.05, last_pause=0.5, grace=0.1)
 HUB_ID = "hub-of-the-tests"
 
 

@@ -28,6 +28,7 @@ PAGE_ITEMS = 500
 MAX_PAGES = 2_000
 MAX_ANSWER_BYTES = 64 * 2**20
 MAX_EVENT_BYTES = 8 * 2**20
+QUIET = "Quiet"  # reason of the errors that stand for no call
 QUIET_SECONDS = 5.0  # after a call that ran into its deadline, others fail at once for so long
 RESTARTED_LISTS = 3
 
@@ -232,7 +233,7 @@ class HttpCluster:
         deadline: float = CALL_SECONDS,
     ) -> Obj:
         if time.monotonic() < self._quiet_until:
-            raise Unreachable(f"{self.name}: no answer a moment ago", reason="Quiet")
+            raise Unreachable(f"{self.name}: no answer a moment ago", reason=QUIET)
         limits = aiohttp.ClientTimeout(total=deadline, connect=CONNECT_SECONDS)
         try:
             opened = self._open(method, path, params=params, limits=limits, body=body, content_type=content_type)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from crosscloud_operator.kube.answers import Expired
 from crosscloud_operator.kube.api import ApiError, Kind, Obj, Unreachable
 from crosscloud_operator.kube.backoff import Backoff
-from crosscloud_operator.kube.cluster import HttpCluster
+from crosscloud_operator.kube.cluster import QUIET, HttpCluster
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class Times:
     watch_most: float = 360.0
     first_pause: float = 0.5
     last_pause: float = 30.0
+    grace: float = 3.0  # a stream that breaks and is there again within this time is no loss of contact
     settled: float = 5.0  # a watch that lived so long was a good one: the next pause is short again
 
 
@@ -66,6 +67,7 @@ class Informer:
         self._synced = False
         self._contact: float | None = None
         self._lost: float | None = None
+        self._failing: float | None = None  # since when (monotonic) nothing has worked
         self._started = time.time()
         self.fault: ApiError | None = None
 
@@ -99,7 +101,7 @@ class Informer:
                 self._version = ""
                 log.debug("%s: watch of %s expired: %s", self._cluster.name, self.kind.plural, fault.message)
             except ApiError as fault:
-                self._lose(fault)
+                self._lose(fault, silent=time.monotonic() - began >= self._times.inactivity)
             except (KeyError, TypeError, AttributeError, ValueError) as fault:
                 # A server that sends nonsense ends no task of ours, and is believed nothing until it lists anew.
                 log.error("%s: %s that can't be read", self._cluster.name, self.kind.plural, exc_info=fault)  # noqa: TRY400
@@ -159,13 +161,21 @@ class Informer:
 
     def _touch(self) -> None:
         self._contact = time.time()
+        self._failing = None
         self.fault = None
         if self._lost is not None:
             self._lost = None
             log.info("%s: %s are seen again", self._cluster.name, self.kind.plural)
             self._contact_changed()
 
-    def _lose(self, fault: ApiError) -> None:
+    def _lose(self, fault: ApiError, *, silent: bool = False) -> None:
+        now = time.monotonic()
+        if self._failing is None:
+            self._failing = now
+        if self._synced and self._lost is None and not silent and now - self._failing < self._times.grace:
+            return
+        if fault.reason == QUIET and self.fault is not None:
+            return  # says less than the one before
         words = self.fault.message if self.fault else None
         self.fault = fault
         if self._lost is None:

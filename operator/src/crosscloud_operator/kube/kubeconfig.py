@@ -21,7 +21,7 @@ from ruamel.yaml.error import YAMLError
 
 from crosscloud_operator.kube.access import Access
 
-MAX_BYTES = 64 * 1024  # a file for one context is a few KiB; parsing a large one would hold everyone else up
+MAX_BYTES = 32 * 1024  # a file for one context is a few KiB; parsing a large one would hold everyone else up
 
 _WAY_OUT = "`crosscloud member add NAME --kubeconfig FILE` makes and stores a service-account token instead"
 _FLATTEN = "`kubectl config view --raw --minify --flatten --context=NAME` prints such a file"
