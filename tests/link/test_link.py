@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -199,3 +200,52 @@ def test_files_that_are_missing_or_of_another_pod_are_named(tmp_path: Path) -> N
     yard.peers.write_text("{")
     with pytest.raises(LinkUnusable, match=r"peers\.json"):
         yard.link(1)
+
+
+def test_an_end_as_it_should_be_brings_all_acknowledgements_and_no_complaint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    yard = Yard(tmp_path)
+    for _ in range(10):
+        with yard.link(0) as zero, yard.link(1) as one:
+            zero.connect(ONE)
+            zero.send(ONE, Message(MessageType.PREPARED, b"last"))
+            assert take(one).head == b"last"
+            one.close()
+            assert zero.flush(5), "the acknowledgement was lost"
+    assert not [record for record in caplog.records if "lost the link" in record.getMessage()]
+
+
+def test_a_lost_link_and_its_return_are_told_once_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    yard = Yard(tmp_path)
+    with wan(yard.ports[1]) as road:
+        yard.gateways[1] = road.port
+        yard.write()
+        with yard.link(0) as zero, yard.link(1) as one:
+            zero.connect(ONE)
+            zero.send(ONE, Message(MessageType.VIEW, b"before"))
+            assert take(one).head == b"before"
+            road.cut()
+            until(lambda: not zero.states()[ONE].connected, "the cut is noticed")
+            road.heal()
+            zero.send(ONE, Message(MessageType.VIEW, b"after"))
+            assert take(one).head == b"after"
+    said = [record.getMessage() for record in caplog.records if str(ONE) in record.getMessage()]
+    assert len(said) == 2
+    assert said[0].startswith(f"lost the link with {ONE}: not heard for 1.")
+    assert said[1] == f"the link with {ONE} is back"
+
+
+def test_a_link_closes_at_any_moment_of_its_handshakes(tmp_path: Path) -> None:
+    """Also while it is being refused, when its own failure closes it."""
+    now, old = Yard(tmp_path / "now", attempt=2), Yard(tmp_path / "old")
+    old.authority, old.ports = now.authority, {0: Yard._ports(1), 1: now.ports[1]}
+    for replica in (0, 1):
+        old.issue(old.identity(replica), old.tls(replica))
+    old.write()
+    chance = random.Random(0)
+    with now.link(1):
+        for yard in [now, old] * 15:
+            with yard.link(0) as zero:
+                zero.connect(ONE)
+                time.sleep(chance.random() * 0.04)

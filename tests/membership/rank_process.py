@@ -25,7 +25,7 @@ def main(folder: Path, replica: int) -> None:
     ) as link:
         reducer = Reducer(used, INDEX, owned, error_feedback=True)
         exchange = LinkExchange(link, run, INDEX, used, mine, replica, 0, 0, reducer)
-        exchange.connect(60)
+        exchange.connect(200)
         digests = []
         for number in (1, 2, 3):
             ids = mine.held(0)
@@ -35,7 +35,7 @@ def main(folder: Path, replica: int) -> None:
             exchange.prepared(number)
             assert answer.result is not None
             digests.append(hashlib.sha256(answer.result.buffer()).hexdigest())
-        exchange.settle(60)
+        exchange.settle(200)
         print(json.dumps({"results": digests, "settled": exchange.settled_round, "wan": link.wan_bytes()}))
 
 

@@ -57,7 +57,7 @@ def test_two_processes_complete_rounds_over_mutual_tls_with_equal_bytes(tmp_path
     started = [
         subprocess.Popen([*command, str(replica)], env=environ, stdout=subprocess.PIPE, text=True) for replica in (0, 1)
     ]
-    told = [json.loads(process.communicate(timeout=120)[0]) for process in started]
+    told = [json.loads(process.communicate(timeout=300)[0]) for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert told[0]["results"] == told[1]["results"]
     assert len(set(told[0]["results"])) == 3

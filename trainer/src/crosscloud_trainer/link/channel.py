@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,6 +43,10 @@ class PeerRefused(Exception):
         self.refusal = refusal
 
 
+class PeerEnded(ConnectionEnded):
+    """The peer has said that it ends; whoever waits for it will learn more elsewhere."""
+
+
 class Channel:
     """`deliver` takes each complete message; `changed` is called when the outbox has shrunk or the state differs.
 
@@ -62,6 +67,7 @@ class Channel:
         self.traffic = Traffic()
         self.last_fault = "not dialled yet"
         self.connections = 0
+        self.ending = False
         self._settings = settings
         self._deliver = deliver
         self._check_room = check_room
@@ -105,6 +111,17 @@ class Channel:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.leave(wire)
 
+    async def end(self, seconds: float) -> None:
+        """Tells the peer that this process ends, with a last acknowledgement, if there is a connection."""
+        self.ending = True
+        wire = self._wire
+        if wire is None:
+            return
+        with contextlib.suppress(ConnectionEnded, TimeoutError):
+            async with asyncio.timeout(seconds):
+                await wire.write(FrameHeader(FrameType.BYE, 0, 0, 0, self.session.received).pack())
+        await wire.finish(seconds)
+
     def leave(self, wire: Wire) -> None:
         """Ends this connection, if it has not been replaced yet."""
         wire.abort()
@@ -126,6 +143,8 @@ class Channel:
                 self._changed()
             if header.type is FrameType.REFUSE:
                 raise PeerRefused(read_refusal(body))
+            if header.type is FrameType.BYE:
+                raise PeerEnded("the peer has ended")
             if header.type is FrameType.HELLO:
                 raise FrameError("garbage", "a second handshake on one connection")
             self.traffic.received[OVERHEAD] += FRAME.size
@@ -156,7 +175,8 @@ class Channel:
             idle = not self._acknowledgement_due
             if idle:
                 try:
-                    await asyncio.wait_for(self._wake.wait(), self._settings.heartbeat)
+                    async with asyncio.timeout(self._settings.heartbeat):
+                        await self._wake.wait()
                     continue
                 except TimeoutError:
                     pass

@@ -7,11 +7,12 @@ import contextlib
 import logging
 import random
 import ssl
+from collections.abc import Iterable
 from typing import Protocol
 
 from crosscloud_trainer.contract import dump_json
 from crosscloud_trainer.link.addresses import Addresses
-from crosscloud_trainer.link.channel import Channel, LinkSettings, PeerRefused
+from crosscloud_trainer.link.channel import Channel, LinkSettings, PeerEnded, PeerRefused
 from crosscloud_trainer.link.errors import Disagreement, Fenced, FrameError, LinkError
 from crosscloud_trainer.link.frames import FRAME, FrameHeader, FrameType
 from crosscloud_trainer.link.handshake import (
@@ -32,7 +33,7 @@ from crosscloud_trainer.link.wire import ConnectionEnded, TlsFiles, Wire, refuse
 from crosscloud_trainer.pki import InvalidIdentity, PodIdentity
 
 _log = logging.getLogger(__name__)
-_REFUSAL_SECONDS = 1.0  # to let a refusal arrive
+_FAREWELL_SECONDS = 1.0  # to let the last words arrive
 _BROKEN = (ConnectionEnded, FrameError, PeerRefused, InvalidIdentity, OSError)
 
 
@@ -69,9 +70,11 @@ class Doors:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: Wire(loop, self._accepted), "0.0.0.0", port)  # noqa: S104 - a pod's own network
 
-    async def shut(self) -> None:
+    async def shut(self, channels: Iterable[Channel]) -> None:
+        """Takes no more connections and ends those that there are."""
         if self._server is not None:
             self._server.close()
+        await asyncio.gather(*(channel.end(_FAREWELL_SECONDS) for channel in channels))
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -102,7 +105,7 @@ class Doors:
         try:
             await channel.run(wire)
         except _BROKEN as fault:
-            self._lost(channel, address, fault)
+            self._lost(channel, address, fault, established=True)
 
     async def _meet(self, wire: Wire, address: str) -> Channel | None:
         """The listening side's handshake; None if nothing came of it, which is counted then."""
@@ -160,9 +163,10 @@ class Doors:
             try:
                 await self._dial_once(channel)
             except _BROKEN as fault:
-                if channel.connections == made and isinstance(fault, ssl.SSLError):
+                established = channel.connections > made
+                if isinstance(fault, ssl.SSLError) and not established:
                     self._refusals.add(*_placed(str(channel.peer), refused_tls(fault)))
-                self._lost(channel, str(channel.peer), fault)
+                self._lost(channel, str(channel.peer), fault, established=established)
             failures = 0 if channel.connections > made else failures + 1
             pause = min(settings.backoff_cap, settings.backoff * 2.0 ** min(failures, 30))
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads diallers, guards nothing
@@ -236,8 +240,11 @@ class Doors:
     def _take_up(self, channel: Channel, wire: Wire, hello: Hello) -> None:
         """The peer is who it must be: the stream goes on here, under the higher authority of the two."""
         channel.traffic.received[OVERHEAD] += wire.handshake_bytes
+        again = channel.connections > 0
         if channel.install(wire, hello.greeting):
             self._host.restarted(channel.peer)
+        if again:
+            _log.warning("the link with %s is back", channel.peer)
         self._host.obey(hello.authority)
 
     async def _say(self, channel: Channel, wire: Wire) -> None:
@@ -255,7 +262,7 @@ class Doors:
         body = dump_json(refusal).encode()
         with contextlib.suppress(ConnectionEnded):
             await wire.write(FrameHeader(FrameType.REFUSE, 0, len(body), 0, 0).pack() + body)
-        await wire.finish(_REFUSAL_SECONDS)
+        await wire.finish(_FAREWELL_SECONDS)
 
     def _heed(self, refusal: Refusal) -> None:
         """A peer, whose certificate is of our attempt or was not judged older, refuses us."""
@@ -264,12 +271,11 @@ class Doors:
         if refusal.reason is Reason.AGREEMENT:
             self._host.fail(Disagreement(refusal.message))
 
-    def _lost(self, channel: Channel, address: str, fault: BaseException) -> None:
+    def _lost(self, channel: Channel, address: str, fault: BaseException, *, established: bool) -> None:
         """A connection has ended, or none could be made."""
-        message = str(fault) or type(fault).__name__
-        if message != channel.last_fault:
-            _log.info("no connection with %s: %s", channel.peer, message)
-        channel.last_fault = message
+        channel.last_fault = str(fault) or type(fault).__name__
+        if established and not channel.ending and not isinstance(fault, PeerEnded):
+            _log.warning("lost the link with %s: %s", channel.peer, channel.last_fault)
         if isinstance(fault, PeerRefused):
             self._heed(fault.refusal)
         if isinstance(fault, FrameError):

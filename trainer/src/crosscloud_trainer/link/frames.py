@@ -34,6 +34,7 @@ class FrameType(enum.IntEnum):
     REFUSE = 2
     HEARTBEAT = 3
     DATA = 4
+    BYE = 5  # a heartbeat, and the last frame of a process that ends as it should
 
 
 class MessageType(enum.IntEnum):
@@ -51,6 +52,7 @@ _LIMITS = {
     FrameType.HELLO: MAX_HANDSHAKE_BYTES,
     FrameType.REFUSE: MAX_HANDSHAKE_BYTES,
     FrameType.HEARTBEAT: 0,
+    FrameType.BYE: 0,
     FrameType.DATA: MAX_FRAME_BYTES,
 }
 

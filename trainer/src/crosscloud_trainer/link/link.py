@@ -114,7 +114,7 @@ class Link:
         if self._loop.is_closed():
             return
         if self._thread.is_alive():
-            self._call(self._doors.shut())
+            self._call(self._doors.shut(tuple(self._channels.values())))
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
         self._loop.close()

@@ -152,7 +152,8 @@ class Wire(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
         try:
-            await asyncio.wait_for(self._closed.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._closed.wait()
         except TimeoutError:
             self.abort()
 
