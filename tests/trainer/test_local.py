@@ -161,7 +161,7 @@ def test_generate_writes_text_that_begins_with_the_prompt(unequal: Run) -> None:
 
 
 def test_one_replica_trains_without_exchange(tmp_path: Path) -> None:
-    done = run(tmp_path, manifest(replicas=1, training={"tokens": 1024}))
+    done = run(tmp_path, manifest(replicas=1, training={"tokens": 1024, "precision": "BF16"}))
     start = build_model(Model(config=dict(TINY_MODEL, tie_word_embeddings=True)), 32, 0)
     before = dict(start.named_parameters(remove_duplicate=False))
     assert done.code == 0
@@ -176,7 +176,8 @@ def test_one_replica_trains_without_exchange(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_ends_the_attempt_and_the_next_one_finishes(tmp_path: Path) -> None:
-    path = written(tmp_path, manifest(training={"tokens": 12288}))
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    path = written(tmp_path, manifest(training={"tokens": 12288, "model": {"config": gpt2}}))
     process = start_local(path, tmp_path / "out")
     assert process.stdout is not None
     events = []

@@ -13,12 +13,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from trainer.jobs import TINY_MODEL
 from trainer.s3 import S3Server, s3_server
+from transformers import AutoModelForCausalLM
 
 from crosscloud_trainer import checkpoint
-from crosscloud_trainer.contract import ExitCode
+from crosscloud_trainer.contract import ExitCode, Model
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.layout import Index, contiguous_shard
+from crosscloud_trainer.models.presets import build_model
+from crosscloud_trainer.result import write_result
 from crosscloud_trainer.storage import Storage
 
 PLACE = checkpoint.Place(run_digest="d" * 64, attempt=2, home=1, step=40, round=4)
@@ -137,6 +141,13 @@ def test_a_checkpoint_on_s3_ends_with_the_manifest_of_all_replicas(server: S3Ser
     assert [(part["replica"], len(part["chunks"])) for part in found["replicas"]] == [(0, 1), (1, 2)]
     read = checkpoint.read_section(storage, PLACE, 0, "outer.weights")
     assert {key: tensor.tolist() for key, tensor in read.items()} == {("a", 0): [0, 1, 2, 3, 4]}
+
+
+def test_a_result_on_s3_is_a_transformers_folder(server: S3Server, bucket: str) -> None:
+    model = build_model(Model(config=TINY_MODEL), 32, 1)
+    assert write_result(Storage(bucket), model, {"job": "x"}) == f"{bucket}/result"
+    loaded = AutoModelForCausalLM.from_pretrained(server.folder / "models" / "some" / "job" / "result")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
 
 
 def test_parts_that_another_job_left_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from crosscloud_trainer.failures import invalid
 
 
@@ -15,6 +11,10 @@ def generate(folder: Path, prompt: str, tokens: int, seed: int) -> str:
     """The prompt and at most `tokens` more tokens, drawn as the result's generation settings say."""
     if not (folder / "config.json").is_file():
         raise invalid([f"DIR: {folder} holds no model (no config.json); give the folder `result` of a run"])
+    import torch  # seconds of imports, only once it is clear that there is a model
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)

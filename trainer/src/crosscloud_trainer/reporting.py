@@ -97,6 +97,23 @@ def write_whole(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+class Changes:
+    """Whether a file was replaced since one last asked: cheap enough to ask many times a second."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last: tuple[int, int] | None = None
+
+    def seen(self) -> bool:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return False
+        now = (found.st_ino, found.st_mtime_ns)
+        before, self._last = self._last, now
+        return now != before
+
+
 def read_status(path: Path) -> Status | None:
     """What rank 0 left last, None before it left anything."""
     try:

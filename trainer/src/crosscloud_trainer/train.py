@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -68,10 +69,11 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
     device = meet_ranks(place, environ, deadline)
     corpus = open_corpus(Path(environ[DATA_FOLDER]), training.sequence_length)
     split = Split(len(corpus.train), len(run.replicas), training.batch_size, training.seed)
-    task = CausalTask(corpus, split, pod.replica, place.rank, place.ranks)
+    task = CausalTask(corpus, split, place.replicas.index(pod.replica), place.rank, place.ranks)
     steps = steps_for(training.tokens, split.per_step * training.sequence_length)
 
     model = build_model(training.model, training.sequence_length, training.seed)
+    torch.manual_seed(seed_of(training.seed, pod.replica, place.rank))  # of dropout: no two ranks drop alike
     trained = build_engine(model, place, steps)
     sizes = [parameter.elements for parameter in trained.index.parameters]
     journal = Journal(steps, 2 * wan_bytes("None", sizes, len(run.replicas)))
@@ -264,6 +266,11 @@ def _status_file(place: Place, environ: Mapping[str, str]) -> StatusFile | None:
     if not place.first or STATUS_FILE not in environ:
         return None
     return StatusFile(Path(environ[STATUS_FILE]), Status(home=place.attempt.run.home.number), lambda status: status)
+
+
+def seed_of(*parts: int) -> int:
+    """A seed that is another one wherever a part differs."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
 def explained(fault: Exception) -> Failure:

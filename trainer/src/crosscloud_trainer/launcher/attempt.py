@@ -31,6 +31,7 @@ from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.launcher.manifest import Manifest
 from crosscloud_trainer.launcher.ranks import PARENT, usable_cores
 from crosscloud_trainer.pki import CertificateAuthority, PodIdentity
+from crosscloud_trainer.reporting import Changes
 
 LOOPBACK = "127.0.0.1"
 
@@ -44,6 +45,7 @@ class LocalPod:
     def __init__(self, replica: int, environment: dict[str, str], log: Path, report: Path, message: Path) -> None:
         self.replica, self.log = replica, log
         self._report, self._message = report, message
+        self._changes = Changes(report)
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "crosscloud_trainer", "pod"],
@@ -60,7 +62,9 @@ class LocalPod:
         return code if code is None or code >= 0 else 128 - code
 
     def report(self) -> Report | None:
-        """Its newest report."""
+        """Its newest report, None where it hasn't written one since the last call."""
+        if not self._changes.seen():
+            return None
         try:
             return read_json(Report, self._report.read_bytes())
         except (OSError, InvalidDocument):

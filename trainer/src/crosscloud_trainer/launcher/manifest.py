@@ -12,9 +12,10 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from crosscloud_trainer.contract import API_VERSION, KIND, InvalidDocument, JobSpec, Problem, read
+from crosscloud_trainer.contract.manifest import NAME_PATTERN
 from crosscloud_trainer.failures import invalid
 
-_NAME = re.compile(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+_NAME = re.compile(NAME_PATTERN)
 _NAME_LENGTH = 63
 _TOP = ("apiVersion", "kind", "metadata", "spec", "status")
 _METADATA = ("name", "namespace", "labels", "annotations", "generateName", "finalizers", "ownerReferences")
@@ -82,7 +83,7 @@ def _metadata(data: Any, problems: list[Problem]) -> tuple[str, str]:
             problems.append(Problem(f"metadata.{key}", data[key], f"unknown field; known here: {', '.join(_METADATA)}"))
     name, namespace = data.get("name"), data.get("namespace", "default")
     for field, value in (("name", name), ("namespace", namespace)):
-        if not isinstance(value, str) or not _NAME.match(value) or len(value) > _NAME_LENGTH:
-            allowed = f"must be lower-case letters, digits, - and ., at most {_NAME_LENGTH}"
+        if not isinstance(value, str) or not _NAME.fullmatch(value) or len(value) > _NAME_LENGTH:
+            allowed = f"must be at most {_NAME_LENGTH} lower-case letters, digits and '-', with no '-' at either end"
             problems.append(Problem(f"metadata.{field}", value, allowed))
     return str(name), str(namespace)

@@ -27,7 +27,7 @@ from crosscloud_trainer.launcher.environment import (
     PodEnvironment,
     read_attempt,
 )
-from crosscloud_trainer.reporting import ConfigMapSink, FileSink, Identity, Reporter, Sink, Status, read_status
+from crosscloud_trainer.reporting import Changes, ConfigMapSink, FileSink, Identity, Reporter, Sink, Status, read_status
 from crosscloud_trainer.storage import Storage
 
 _LAST_WORD_SECONDS = 15.0  # after SIGTERM, to deliver the completion before the kubelet kills
@@ -111,9 +111,10 @@ def _train(
             environment[STATUS_FILE] = str(status_path)
     group = ranks.RankGroup([sys.executable, "-m", "crosscloud_trainer.train"], environments, sys.stdout)
 
+    changes = Changes(status_path)
+
     def follow() -> None:
-        status = read_status(status_path) if reporter is not None else None
-        if reporter is not None and status is not None:
+        if reporter is not None and changes.seen() and (status := read_status(status_path)):
             reporter.offer(status)
 
     return group.wait(stop, follow)
