@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from collections.abc import Iterator
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -96,9 +98,21 @@ def test_pods_of_every_cluster_reach_every_api_server_with_the_hosts_kubeconfig(
 
 
 def test_logs_exec_and_port_forward_work(bench: Bench, lab: Lab) -> None:
-    bench.create("east", pod("talks", "echo first words; sleep 100000"))
+    bench.create("east", pod("talks", f"echo first words; {SERVE}"))
     assert bench.kubectl("east", "logs", "talks") == "first words\n"
     assert bench.sh("east", "talks", "echo $((6 * 7))") == "42\n"
+    kubectl = [str(lab.binary("kubectl")), f"--kubeconfig={lab.kubeconfig('east')}", f"--namespace={bench.namespace}"]
+    with subprocess.Popen(
+        [*kubectl, "port-forward", "pod/talks", ":8080"], stdout=subprocess.PIPE, text=True
+    ) as forward:
+        try:
+            assert forward.stdout is not None
+            port = re.match(r"Forwarding from 127.0.0.1:(\d+) -> 8080", forward.stdout.readline())
+            assert port is not None
+            with urlopen(f"http://127.0.0.1:{port[1]}/", timeout=30) as answer:
+                assert answer.read() == b"hello from talks\n"
+        finally:
+            forward.terminate()
 
 
 def test_the_object_store_is_reached_from_pods_and_host_and_wants_a_key(bench: Bench, lab: Lab) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from crosscloud_lab import preflight
-from crosscloud_lab.binaries import UNITS, Binaries, staging_replaced
+from crosscloud_lab.binaries import UNITS, Binaries, plugins_kept, staging_replaced
 from crosscloud_lab.cgroups import hierarchies, ledger_root
 from crosscloud_lab.errors import LabError
+from crosscloud_lab.limits import raise_limits, restore_limits
 from crosscloud_lab.packages import busybox_is_static
 from crosscloud_lab.paths import cache_dir, state_dir
 
@@ -68,6 +69,32 @@ def test_staging_folders_become_the_published_modules_of_the_same_release() -> N
         "replace (\n\tk8s.io/api => k8s.io/api v0.34.4\n\texample.com/x => example.com/y v1.0.0\n)\n"
     )
     assert staging_replaced("module x\n", "v1.0.0") == "module x\n"
+
+
+def test_limits_are_raised_once_and_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sysctls, record, ledger = tmp_path / "sys", tmp_path / "record", tmp_path / "ledger"
+    (sysctls / "fs/inotify").mkdir(parents=True)
+    ledger.mkdir()
+    monkeypatch.setattr("crosscloud_lab.cgroups.ledger_root", lambda: ledger)
+    instances, watches = (sysctls / "fs/inotify" / name for name in ("max_user_instances", "max_user_watches"))
+    instances.write_text("128\n")
+    watches.write_text("1000000\n")
+    raise_limits(record, sysctls)
+    raise_limits(record, sysctls)
+    assert (instances.read_text(), watches.read_text()) == ("8192", "1000000\n")
+    (ledger / "crosscloud-other").mkdir()
+    restore_limits(record, sysctls)
+    assert instances.read_text() == "8192", "another lab needs it"
+    (ledger / "crosscloud-other").rmdir()
+    restore_limits(record, sysctls)
+    restore_limits(record, sysctls)
+    assert (instances.read_text(), watches.read_text()) == ("128", "1000000\n")
+    assert not record.exists()
+
+
+def test_plugins_that_are_not_needed_are_not_built() -> None:
+    source = 'import (\n\t// All of them.\n\t_ "example.com/plugin/azure"\n\t_ "example.com/plugin/ready"\n)\n'
+    assert plugins_kept(source, ["ready"]) == 'import (\n\t// All of them.\n\t_ "example.com/plugin/ready"\n)\n'
 
 
 def test_a_dynamic_busybox_is_told_from_a_static_one() -> None:

@@ -88,7 +88,7 @@ class Docker:
 
     def forget(self, keep: Sequence[str]) -> None:
         for name in run(["docker", "image", "list", "--format", "{{.Repository}}:{{.Tag}}"]).split():
-            if _superseded(name, keep):
+            if superseded(name, keep):
                 run(["docker", "image", "rm", name])
 
 
@@ -108,7 +108,7 @@ class Buildah:
 
     def build(self, request: BuildRequest, note: Note) -> None:
         command = [*self._tool, "bud", "--isolation=chroot", "--network=host", "--layers", *self._signatures()]
-        base = self._base()
+        base = self._base() if "${BASE}" in (request.root / "Dockerfile").read_text() else None
         if base:
             command += [f"--build-arg=BASE={base}", "--pull-never"]
         command += [f"--volume={source}:{target}:ro" for source, target in self._mounts(request)]
@@ -123,7 +123,7 @@ class Buildah:
     def forget(self, keep: Sequence[str]) -> None:
         for image in json.loads(run([*self._tool, "images", "--json"]) or "[]"):
             for name in image.get("names") or []:
-                if _superseded(name, keep):
+                if superseded(name, keep):
                     run([*self._tool, "rmi", name])
 
     def _signatures(self) -> list[str]:
@@ -178,7 +178,8 @@ def pip_configuration(listed: str, bundle: str | None) -> str:
     return "[global]\n" + "".join(f"{key} = {value}\n" for key, value in sorted(found.items()))
 
 
-def _superseded(name: str, keep: Sequence[str]) -> bool:
+def superseded(name: str, keep: Sequence[str]) -> bool:
+    """Whether an image is an earlier build of one that is kept."""
     repositories = {kept.rpartition(":")[0] for kept in keep}
     return name not in keep and name.rpartition(":")[0] in repositories
 

@@ -82,12 +82,21 @@ def make(path: str) -> None:
         folder = root
         for part in path.split("/"):
             parent, folder = folder, folder / part
+            _pass_controllers(parent)
             folder.mkdir(exist_ok=True)
             # Version 1 starts a cpuset empty, and an empty one takes no process.
             for name in ("cpuset.cpus", "cpuset.mems"):
                 file = folder / name
                 if root.name.startswith("cpuset") and not file.read_text().strip():
                     file.write_text((parent / name).read_text())
+
+
+def _pass_controllers(parent: Path) -> None:
+    """Version 2 lets a child use only the controllers that its parent passes on."""
+    with suppress(OSError):
+        for controller in (parent / "cgroup.controllers").read_text().split():
+            with suppress(OSError):
+                (parent / "cgroup.subtree_control").write_text(f"+{controller}")
 
 
 def trees(name: str) -> list[Path]:

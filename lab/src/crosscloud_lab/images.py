@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from crosscloud_lab.builder import Builder, BuildRequest, find_builder
+from crosscloud_lab.builder import Builder, BuildRequest, find_builder, superseded
 from crosscloud_lab.cluster import Cluster
 from crosscloud_lab.components import SANDBOX_IMAGE
 from crosscloud_lab.errors import LabError
@@ -27,6 +27,8 @@ from crosscloud_lab.seed import Seeds
 __all__ = ["TARGETS", "build_images", "image_names", "load_archive", "load_images"]
 
 _KEPT_SEEDS = 2
+# A seed carries the images of the one it grew from; after so many builds the next starts from none.
+_OLD_IMAGES_IN_SEED = 20
 
 
 def build_images(root: Path, progress: Progress | None = None) -> dict[str, Path]:
@@ -67,8 +69,7 @@ def load_images(lab: Lab, archives: dict[str, Path], progress: Progress | None =
         for number, (cluster, node) in enumerate(lacking, start=1):
             note(f"node {number} of {len(lacking)}: {node.name}")
             if not seeds.plant(key, cluster, node):
-                for name in _missing(cluster, node, archives):
-                    cluster.ctr(node, "images", "import", archives[name])
+                _import(cluster, node, archives, seeds)
                 seeds.take(key, cluster, node)
         seeds.prune(_KEPT_SEEDS)
 
@@ -96,8 +97,24 @@ def load_archive(lab: Lab, source: str, clusters: Sequence[str] = (), progress: 
             draft.unlink(missing_ok=True)
 
 
+def _import(cluster: Cluster, node: NodePlan, archives: dict[str, Path], seeds: Seeds) -> None:
+    """Imports what a node lacks, on top of an older seed, whose layers are mostly the same."""
+    latest = seeds.latest()
+    if latest is not None:
+        seeds.plant(latest, cluster, node)
+    for name in _missing(cluster, node, archives):
+        cluster.ctr(node, "images", "import", archives[name])
+    old = [name for name in _present(cluster, node) if superseded(name, list(archives))]
+    if latest is not None and len(old) > _OLD_IMAGES_IN_SEED:
+        seeds.drop(latest)
+
+
+def _present(cluster: Cluster, node: NodePlan) -> list[str]:
+    return cluster.ctr(node, "images", "list", "--quiet").split()
+
+
 def _missing(cluster: Cluster, node: NodePlan, archives: dict[str, Path]) -> list[str]:
-    present = set(cluster.ctr(node, "images", "list", "--quiet").split())
+    present = set(_present(cluster, node))
     return [name for name in archives if name not in present]
 
 

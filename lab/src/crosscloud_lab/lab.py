@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from crosscloud_lab import cgroups, network, preflight, storage
 from crosscloud_lab.archive import write_busybox_archive
@@ -18,6 +18,7 @@ from crosscloud_lab.components import SANDBOX_IMAGE
 from crosscloud_lab.errors import LabError
 from crosscloud_lab.labfile import DEFAULT_NAME, read_lab_file
 from crosscloud_lab.layout import ClusterFiles
+from crosscloud_lab.limits import raise_limits, restore_limits
 from crosscloud_lab.network import LinkState
 from crosscloud_lab.packages import find_tool
 from crosscloud_lab.paths import cache_dir, state_dir
@@ -96,6 +97,7 @@ class Lab:
                 _remove_leftovers(self.spec.name)
             self._binaries.ensure(self._progress)
             self._state.save_spec(self.spec)
+            raise_limits()
             with self._progress.phase("networks"):
                 self._networks_up()
             busybox = self._busybox()
@@ -274,6 +276,7 @@ def remove_lab(name: str, progress: Progress | None = None) -> None:
     state = LabState(state_dir(name))
     with state.locked(), (progress or SilentProgress()).phase(f"remove lab {name}"):
         _remove_leftovers(name)
+        restore_limits()
         state.remove()
 
 
@@ -285,14 +288,28 @@ def _remove_leftovers(name: str) -> None:
             network.await_no_interface(link["ifname"])
 
 
-def _in_parallel(tasks: Iterable[Callable[[], T]]) -> list[T]:
-    """Results of all tasks in order; when some fail, one LabError with all their messages."""
-    with ThreadPoolExecutor(max_workers=16) as pool:
-        futures = [pool.submit(task) for task in tasks]
-    failures = [error for future in futures if (error := future.exception()) is not None]
+def _in_parallel(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """Results of all tasks in order; when some fail, one LabError with all their messages.
+
+    An interrupt ends the wait at once: the next `up` carries on wherever the tasks were.
+    """
+    outcomes: list[T | BaseException | None] = [None] * len(tasks)
+
+    def work(index: int) -> None:
+        try:
+            outcomes[index] = tasks[index]()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(len(tasks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     for error in failures:
         if not isinstance(error, LabError):
             raise error
     if failures:
         raise LabError("\n".join(str(error) for error in failures)) from failures[0]
-    return [future.result() for future in futures]
+    return cast("list[T]", outcomes)

@@ -56,6 +56,15 @@ class Seeds:
                 return
         draft.rename(seed)
 
+    def latest(self) -> str | None:
+        """Key of the seed used last."""
+        seeds = [path for path in self._folder.glob("*") if path.suffix != ".part"]
+        return max(seeds, key=lambda path: path.stat().st_mtime).name if seeds else None
+
+    def drop(self, key: str) -> None:
+        """Removes a seed."""
+        shutil.rmtree(self._folder / key)
+
     def prune(self, keep: int) -> None:
         """Removes all seeds but the `keep` used last."""
         if not self._folder.is_dir():
