@@ -19,6 +19,9 @@ from crosscloud_lab.spec import LabSpec
 TEST_LAB = "crosscloud-test"
 TEST_NETWORK = IPv4Network("10.78.0.0/16")
 
+# pytest makes a fixture anew for each conftest.py that imports it; all of them hold the same lab.
+_holders: list[Lab] = []
+
 
 def lab_spec() -> LabSpec:
     """The default lab file's clusters and links, apart from the demo's."""
@@ -28,11 +31,15 @@ def lab_spec() -> LabSpec:
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
     """Three fresh clusters for the whole session, removed at its end."""
-    found = Lab(lab_spec(), PlainProgress())
-    # What a killed session left would carry its objects into this one.
-    found.down()
+    found = _holders[0] if _holders else Lab(lab_spec(), PlainProgress())
+    _holders.append(found)
     try:
-        found.up()
+        if len(_holders) == 1:
+            # What a killed session left would carry its objects into this one.
+            found.down()
+            found.up()
         yield found
     finally:
-        found.down()
+        _holders.pop()
+        if not _holders:
+            found.down()
