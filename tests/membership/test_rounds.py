@@ -108,7 +108,7 @@ class Simulation:
             for rank in range(count):
                 me = (replica, rank)
                 shares_of[me] = shares(self.ranks, me)
-                rounds = Rounds(me, view, shares_of[me], ATTEMPT, OLD)
+                rounds = Rounds(me, view, shares_of[me], ATTEMPT, self.chance.choice([OLD, OLD, NEW]))
                 self.actors[me] = Actor(me, rounds, weights[replica], self.total)
         for actor in self.actors.values():
             actor.replica = [other for other in self.actors.values() if other.me[0] == actor.me[0]]
@@ -208,10 +208,7 @@ def test_messages_of_another_attempt_or_an_older_authority_are_dropped_and_count
     rounds.received((9, 0), message(MessageType.ANNOUNCE, 1, authority=NEW))
     assert rounds.dropped == {"another attempt": 1, "old authority": 1, "unknown rank": 1}
     assert rounds.awaited_payloads() == {1}
-    [answer] = rounds.take()
-    assert answer.peer == (1, 0)
-    assert answer.message.type is MessageType.VIEW
-    assert Head.unpack(answer.message.head).authority == NEW
+    assert rounds.take() == []
 
 
 def test_a_higher_authority_is_obeyed_and_all_is_said_again_under_it() -> None:

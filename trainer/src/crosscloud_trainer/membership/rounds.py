@@ -192,8 +192,7 @@ class Rounds:
             self.dropped["another attempt"] += 1
             return
         if head.authority < self.authority:
-            self.dropped["old authority"] += 1
-            self._send(peer, MessageType.VIEW, self.number, _Round())
+            self.dropped["old authority"] += 1  # its sender says it again once our word has reached it
             return
         self.obey(head.authority)
         self._prepared[peer[0]] = max(self._prepared[peer[0]], head.prepared)
