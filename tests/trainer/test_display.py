@@ -1,0 +1,120 @@
+"""What a person sees of a local run, made from reports alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from trainer.jobs import manifest, written
+
+from crosscloud_trainer.contract import REPORT_VERSION, Activity, Completion, Outcome, Progress, Report
+from crosscloud_trainer.display import bytes_text, render, sparkline, status_line, summary_lines
+from crosscloud_trainer.launcher.manifest import read_manifest
+from crosscloud_trainer.launcher.view import Summary, View
+
+
+@pytest.fixture
+def view(tmp_path: Path) -> View:
+    made = View(read_manifest(written(tmp_path, manifest())), tmp_path)
+    made.next_attempt()
+    return made
+
+
+def report(replica: int, sequence: int, **progress: object) -> Report:
+    values = {"step": sequence, "total_steps": 8, "round": sequence // 4, "tokens": 100 * sequence, **progress}
+    return Report(
+        api_version=REPORT_VERSION,
+        attempt=1,
+        home=1,
+        term=1,
+        view=1,
+        replica=replica,
+        incarnation=1,
+        sequence=sequence,
+        time="2026-01-01T00:00:00Z",
+        activity=Activity.TRAINING,
+        progress=Progress(**values),  # type: ignore[arg-type]
+    )
+
+
+def shown(view: View) -> str:
+    console = Console(file=StringIO(), width=120, force_terminal=False)
+    console.print(render(view, 120))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_before_the_first_report_all_replicas_are_starting(view: View) -> None:
+    assert status_line(view).startswith("replica 0: starting; replica 1: starting")
+    assert shown(view).count("0/?") == 2
+
+
+def test_bytes_are_shown_beside_what_dense_fp32_would_have_cost(view: View) -> None:
+    for replica in (0, 1):
+        view.see(
+            replica,
+            report(replica, 1, loss=5.0, wan_bytes_sent=2_000_000, wan_bytes_received=7, dense_bytes=160_000_000),
+        )
+    assert "WAN 4.0 MB sent; dense fp32: 160.0 MB (40x)" in status_line(view)
+
+
+def test_digests_are_compared_in_the_last_round_that_all_have_told_of(view: View) -> None:
+    view.see(0, report(0, 4, digest="aa"))
+    assert view.agreement() is None
+    view.see(0, report(0, 8, digest="bb"))
+    view.see(1, report(1, 4, digest="aa"))
+    assert view.agreement() == (1, True)
+    view.see(1, report(1, 8, digest="cc"))
+    assert view.agreement() == (2, False)
+    assert "digests DIFFERENT (round 2)" in shown(view)
+
+
+def test_old_reports_and_those_of_other_attempts_change_nothing(view: View) -> None:
+    view.see(0, report(0, 5, loss=3.0))
+    view.see(0, report(0, 4, loss=9.0))
+    view.see(0, replace(report(0, 6, loss=9.0), attempt=2))
+    assert view.reports[0].progress.loss == 3.0
+    view.next_attempt()
+    assert view.reports == {}
+
+
+def test_a_replica_that_waits_says_for_whom(view: View) -> None:
+    view.see(0, replace(report(0, 4, waiting_for=(1,)), activity=Activity.WAITING))
+    assert "waiting for replica 1" in shown(view)
+
+
+def test_the_curve_keeps_the_whole_run_in_bounded_room(view: View) -> None:
+    for step in range(1, 5000):
+        view.see(0, report(0, step, loss=10.0 - step / 1000))
+    assert view.curve[0] == (1, 9.999)
+    assert view.curve[-1][0] == 4999
+    assert len(view.curve) <= 400
+
+
+def test_the_summary_has_the_way_to_try_the_result(view: View) -> None:
+    done = Completion(
+        outcome=Outcome.SUCCEEDED, exit_code=0, message="", result_uri="/x/result", checkpoint_uri="/x/manifest.json"
+    )
+    for replica in (0, 1):
+        last = report(replica, 8, loss=2.0, first_loss=5.0, validation_loss=2.5, digest="aa")
+        view.see(replica, replace(last, completion=done))
+    told = "\n".join(summary_lines(Summary.of(view)))
+    assert "loss        5.000 → 2.000" in told
+    assert "validation  2.500" in told
+    assert "digests     equal in all replicas after 2 rounds" in told
+    assert "crosscloud-trainer generate /x/result --prompt" in told
+
+
+def test_a_sparkline_runs_from_the_lowest_to_the_highest_value() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3, 3, 3], 8) == "▁▁▁"
+    assert len(sparkline(list(range(1000)), 60)) <= 60
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1_234_567, "1.2 MB"), (5 * 10**15, "5000.0 TB")]
+)
+def test_bytes_are_shown_in_powers_of_a_thousand(count: int, text: str) -> None:
+    assert bytes_text(count) == text
