@@ -231,16 +231,19 @@ class MemoryCache:
         self._cluster = cluster
         self._kind = kind
         self._frozen: list[Obj] | None = None
+        self._blank = False
 
     @property
     def synced(self) -> bool:
-        return True
+        return not self._blank
 
     @property
     def unreachable_since(self) -> float | None:
         return self._cluster.lost_at
 
     def objects(self) -> Sequence[Obj]:
+        if self._blank:
+            return []
         if self._frozen is not None:
             return self._frozen
         found = self._cluster.all(self._kind)
@@ -251,8 +254,9 @@ class MemoryCache:
     def freeze(self) -> None:
         self._frozen = _copy(list(self.objects()))
 
-    def thaw(self) -> None:
-        self._frozen = None
+    def blank(self, *, blank: bool = True) -> None:
+        """As a new process begins: nothing has been listed yet."""
+        self._blank = blank
 
 
 class MemoryWorld:

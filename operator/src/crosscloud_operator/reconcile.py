@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from crosscloud_operator import execution, observation
 from crosscloud_operator.domain import events, names, record, steps
-from crosscloud_operator.domain.actions import Failure, Fault
+from crosscloud_operator.domain.actions import Failure
 from crosscloud_operator.domain.errors import InvalidJob
 from crosscloud_operator.domain.lifecycle import Decision, Facts, Scene, State, state_of, tell
 from crosscloud_operator.domain.observed import has_succeeded
@@ -158,8 +158,7 @@ async def _failed(world: World, obj: Obj, facts: Facts, failures: Sequence[Failu
     requeue = min(FAILURE_LOOK, decision.requeue or FAILURE_LOOK)
     if facts.state is State.WAITING:
         message = "; ".join(str(failure) for failure in failures[:4])
-        fault = failures[0].fault
-        reason = "MemberUnreachable" if fault is Fault.UNREACHABLE else fault.value
+        reason = failures[0].fault.value
         status = tell(facts, facts.status, reason, message, placed=(False, reason, message))
         obj = await _save(world, obj, facts.status, status, facts)
         requeue = facts.settings.waiting_interval

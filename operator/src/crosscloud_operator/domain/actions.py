@@ -72,7 +72,7 @@ class Fault(Enum):
     NAME_CONFLICT = "NameConflict"  # an object of that name is somebody else's
     LEAVING = "Leaving"  # an object of that name is being deleted
     REFUSED = "Refused"  # quota, LimitRange, Pod Security, webhook, RBAC, schema
-    UNREACHABLE = "Unreachable"
+    UNREACHABLE = "MemberUnreachable"
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from crosscloud_operator.domain import manifests, record
-from crosscloud_operator.domain.actions import Action, Ensure, EnsureAuthority
+from crosscloud_operator.domain.actions import Action, Ensure, EnsureAuthority, Fault
 from crosscloud_operator.domain.documents import choose_home
 from crosscloud_operator.domain.lifecycle import Decision, Facts, Site, tell
 from crosscloud_operator.domain.placement import Placement
 from crosscloud_operator.domain.record import Attempt, Home, JobStatus, MemberState
+from crosscloud_operator.domain.status import PLACED
 
 
 def waiting(facts: Facts) -> Decision:
@@ -28,13 +29,22 @@ def waiting(facts: Facts) -> Decision:
     new = tuple(MemberState(name) for name in unprepared if name not in known)
     members = tuple(sorted((*facts.status.members, *new), key=lambda item: item.name))
     status = replace(facts.status, members=members, refused=placement.refused)
-    message = f"making Services and addresses ready in {', '.join(unprepared)}"
-    status = tell(facts, status, "Preparing", message, placed=(False, "Preparing", message))
+    if new or not _has_failed(facts.status):
+        message = f"making Services and addresses ready in {', '.join(unprepared)}"
+        status = tell(facts, status, "Preparing", message, placed=(False, "Preparing", message))
     problems = [facts.sites[name].problem for name in unprepared if name in facts.sites and facts.sites[name].problem]
     if problems:
         return _wait(replace(facts, status=status), "NoGatewayAddress", "; ".join(map(str, problems)))
     actions = [action for name in unprepared for action in _preparation(facts, name, placement)]
     return Decision(status, (EnsureAuthority(), *actions), again=True)
+
+
+def _has_failed(status: JobStatus) -> bool:
+    """Whether the status says why the last preparation failed: that stays until one succeeds, or each try would write
+    the status twice, and each write would wake the next try.
+    """
+    placed = status.condition(PLACED)
+    return placed is not None and placed.reason in {fault.value for fault in Fault}
 
 
 def plan(facts: Facts) -> Decision:
