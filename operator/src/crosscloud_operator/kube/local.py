@@ -24,7 +24,7 @@ class NoAccess(Exception):
 
 def in_cluster() -> Access:
     """The pod's service account, its token read anew (it rotates)."""
-    found = Configuration()
+    found = Configuration(proxy="")  # none from the surroundings; one that the kubeconfig names is refused below
     try:
         config.load_incluster_config(client_configuration=found)
     except ConfigException as fault:
@@ -37,7 +37,7 @@ def user_kubeconfig(path: str | None, context: str | None = None) -> Access:
     name = path or os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
     if not any(Path(part).expanduser().is_file() for part in name.split(os.pathsep)):
         raise NoAccess(f"kubeconfig: there is no file {name!r}; name one, or set KUBECONFIG")
-    found = Configuration()
+    found = Configuration(proxy="")  # none from the surroundings; one that the kubeconfig names is refused below
     try:
         config.load_kube_config(name, context, found, persist_config=False)
     except ConfigException as fault:
