@@ -107,6 +107,32 @@ async def test_no_gate_is_lifted_before_every_member_has_accepted_every_pod() ->
     assert scene.status().restarts == 0
 
 
+async def test_gates_stay_while_a_member_does_not_answer_and_all_is_taken_back_in_time() -> None:
+    scene = Lab(lab())
+    scene.submit(job())
+    west = scene.world.clusters["west"]
+    made = {"left": 1}
+
+    def fate(call: str) -> str | None:
+        pods = [name for kind, name in west.created if kind == "Pod"]
+        return "fail before" if call == "create" and len(pods) >= made["left"] else None
+
+    scene.world.restart(lambda cluster: Flaky(cluster, fate) if cluster is west else cluster)
+    await scene.look()
+    assert scene.reason() == "Admitting"
+    assert len(scene.pods()) == 2, "one of the two pods in west is missing"
+    for _ in range(70):
+        await scene.turn()
+        assert all(pod["spec"].get("schedulingGates") for pod in scene.pods())
+    cause = scene.status().attempt.cause  # type: ignore[union-attr]
+    assert cause is not None
+    assert (cause.reason, cause.counted) == ("AdmissionTimeout", False)
+    assert "west/demo-a1-r1-i1-s0-n1" in cause.message
+    assert scene.pods() == []
+    made["left"] = 10
+    await scene.until(lambda: scene.status().is_true("Running"))
+
+
 @pytest.mark.parametrize("kind", ["ConfigMap", "Service", "Pod"])
 async def test_a_refusal_that_stays_is_written_once_and_not_at_every_try(kind: str) -> None:
     # Each write of a status wakes the job again: a status that flaps would be a loop without a pause.
