@@ -11,7 +11,7 @@ from rich.console import Console
 from trainer.jobs import manifest, written
 
 from crosscloud_trainer.contract import REPORT_VERSION, Activity, Completion, Outcome, Progress, Report
-from crosscloud_trainer.display import bytes_text, render, sparkline, status_line, summary_lines
+from crosscloud_trainer.launcher.display import bytes_text, render, sparkline, status_line, summary_lines
 from crosscloud_trainer.launcher.manifest import read_manifest
 from crosscloud_trainer.launcher.view import Summary, View
 

@@ -20,10 +20,10 @@ import pytest
 from trainer.jobs import TRAINER, manifest, wait_for, written
 
 from crosscloud_trainer.contract import ExitCode, dump, read_peer_table
+from crosscloud_trainer.environment import ERROR_FILE, PARENT, PodEnvironment, read_attempt
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.launcher import network, ranks
 from crosscloud_trainer.launcher.attempt import LocalJob, free_ports
-from crosscloud_trainer.launcher.environment import PodEnvironment, read_attempt
 from crosscloud_trainer.launcher.manifest import read_manifest
 
 NEVER = lambda: False  # noqa: E731 - a constant function
@@ -38,7 +38,7 @@ def group(tmp_path: Path, *programs: str) -> tuple[ranks.RankGroup, io.StringIO]
     out = io.StringIO()
     environments = ranks.rank_environments(0, len(programs), len(programs), 0, ("127.0.0.1", 1), os.environ)
     for number, item in enumerate(environments):
-        item[ranks.ERROR_FILE] = str(tmp_path / f"error-{number}")
+        item[ERROR_FILE] = str(tmp_path / f"error-{number}")
         item["PROGRAM"] = programs[number]
     command = [sys.executable, "-c", "import os; exec(os.environ['PROGRAM'])"]
     return ranks.RankGroup(command, environments, out), out
@@ -89,7 +89,7 @@ def test_the_first_failing_rank_gives_code_and_message_and_the_others_go_with_it
 
 
 def test_a_rank_that_lost_a_peer_is_not_the_cause_where_the_peer_explains_itself(tmp_path: Path) -> None:
-    leave = "from crosscloud_trainer.launcher.ranks import leave_message; import os, time, sys;"
+    leave = "from crosscloud_trainer.environment import leave_message; import os, time, sys;"
     running, _ = group(
         tmp_path,
         f"{leave} leave_message(os.environ, 71, 'a rank has gone'); sys.exit(71)",
@@ -117,7 +117,7 @@ from crosscloud_trainer.launcher import ranks
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 child = "import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', 'pass'])"
 env = ranks.rank_environments(0, 1, 1, 0, ("h", 1), os.environ)
-env[0][ranks.ERROR_FILE] = {str(tmp_path / "e")!r}
+env[0]["CROSSCLOUD_ERROR_FILE"] = {str(tmp_path / "e")!r}
 group = ranks.RankGroup([sys.executable, "-c", child + "; import time; time.sleep(1.5)"], env, io.StringIO())
 code = group.wait(lambda: False, lambda: None).code
 import psutil
@@ -242,9 +242,7 @@ def test_a_pod_that_cannot_run_says_why_in_one_message_its_exit_code_and_its_rep
 ) -> None:
     Path(pod["CROSSCLOUD_TERMINATION_LOG"]).unlink(missing_ok=True)
     spoil(pod)
-    done = subprocess.run(
-        [*TRAINER, "pod"], env={**pod, ranks.PARENT: str(os.getpid())}, capture_output=True, text=True
-    )
+    done = subprocess.run([*TRAINER, "pod"], env={**pod, PARENT: str(os.getpid())}, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     assert words in done.stdout
     assert words in Path(pod["CROSSCLOUD_TERMINATION_LOG"]).read_text()
@@ -253,9 +251,7 @@ def test_a_pod_that_cannot_run_says_why_in_one_message_its_exit_code_and_its_rep
 
 def test_a_pod_whose_data_is_missing_tells_the_field_in_its_completion(pod: dict[str, str]) -> None:
     edit("CROSSCLOUD_RUN", lambda d: d["training"]["data"].update(train=["/none/*.txt"]))(pod)  # type: ignore[index]
-    done = subprocess.run(
-        [*TRAINER, "pod"], env={**pod, ranks.PARENT: str(os.getpid())}, capture_output=True, text=True
-    )
+    done = subprocess.run([*TRAINER, "pod"], env={**pod, PARENT: str(os.getpid())}, capture_output=True, text=True)
     report = json.loads(Path(pod["CROSSCLOUD_REPORT"].removeprefix("file:")).read_text())
     assert done.returncode == ExitCode.INVALID_INPUT
     assert report["activity"] == "Ended"
@@ -265,7 +261,7 @@ def test_a_pod_whose_data_is_missing_tells_the_field_in_its_completion(pod: dict
 
 
 def test_sigterm_ends_a_pod_that_still_waits_for_its_peers(pod: dict[str, str]) -> None:
-    env = {**pod, ranks.PARENT: str(os.getpid())}
+    env = {**pod, PARENT: str(os.getpid())}
     process = subprocess.Popen([*TRAINER, "pod"], env=env, stdout=subprocess.PIPE, text=True)
     wait_for(lambda: psutil.Process(process.pid).children(), "the ranks")
     process.send_signal(signal.SIGTERM)

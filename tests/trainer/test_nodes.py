@@ -12,9 +12,9 @@ from pathlib import Path
 from trainer.jobs import DEADLINE_SECONDS, TRAINER, manifest, written
 
 from crosscloud_trainer.contract import RUN_VERSION, Peer, PeerTable, RunDocument, dump_json
+from crosscloud_trainer.environment import PARENT
 from crosscloud_trainer.launcher.attempt import LocalJob, free_ports
 from crosscloud_trainer.launcher.manifest import read_manifest
-from crosscloud_trainer.launcher.ranks import PARENT
 from crosscloud_trainer.pki import CertificateAuthority, PodIdentity
 
 UID = "00000000-0000-4000-8000-000000000002"

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from crosscloud_trainer import engine
 from crosscloud_trainer.compress import Reducer, codec_named
 from crosscloud_trainer.contract import Activity, ExitCode
+from crosscloud_trainer.environment import Attempt, PodEnvironment, read_attempt
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.journal import Journal, Wan, wan_of_vector, wan_vector
-from crosscloud_trainer.launcher.environment import Attempt, PodEnvironment, read_attempt
 from crosscloud_trainer.link import Authority, Link
 from crosscloud_trainer.membership.exchange import LinkExchange
 from crosscloud_trainer.membership.register import open_view, register_from

@@ -28,12 +28,11 @@ from crosscloud_trainer.contract import Activity, ExitCode, Precision, Schedule
 from crosscloud_trainer.data.corpus import open_corpus
 from crosscloud_trainer.data.split import Split
 from crosscloud_trainer.diloco import DigestMismatchError, DiLoCo, RoundReport
+from crosscloud_trainer.environment import DATA_FOLDER, DEADLINE, STATUS_FILE, die_with_parent, leave_message
 from crosscloud_trainer.exchange import ExchangeError
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.journal import Journal
-from crosscloud_trainer.launcher.environment import DATA_FOLDER, DEADLINE, STATUS_FILE
-from crosscloud_trainer.launcher.ranks import die_with_parent, leave_message
 from crosscloud_trainer.link import LinkError
 from crosscloud_trainer.meeting import (
     Meeting,

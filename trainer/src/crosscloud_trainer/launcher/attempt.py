@@ -27,9 +27,10 @@ from crosscloud_trainer.contract import (
     dump_json,
     read_json,
 )
+from crosscloud_trainer.environment import PARENT
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.launcher.manifest import Manifest
-from crosscloud_trainer.launcher.ranks import PARENT, usable_cores
+from crosscloud_trainer.launcher.ranks import usable_cores
 from crosscloud_trainer.pki import CertificateAuthority, PodIdentity
 from crosscloud_trainer.reporting import Changes
 

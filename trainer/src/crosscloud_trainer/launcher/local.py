@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FrameType
 
 from crosscloud_trainer.contract import ExitCode, JobSpec, counted, retryable
-from crosscloud_trainer.display import Display, chosen_display
 from crosscloud_trainer.failures import Failure, invalid
 from crosscloud_trainer.launcher.attempt import LocalJob, LocalPod
+from crosscloud_trainer.launcher.display import Display, chosen_display
 from crosscloud_trainer.launcher.manifest import read_manifest
 from crosscloud_trainer.launcher.view import Summary, View
 

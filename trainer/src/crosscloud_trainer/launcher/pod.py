@@ -17,16 +17,18 @@ from types import FrameType
 
 from crosscloud_trainer.contract import Completion, ExitCode, Outcome, Problem
 from crosscloud_trainer.data.corpus import write_corpus
-from crosscloud_trainer.failures import Failure, invalid
-from crosscloud_trainer.launcher import network, ranks
-from crosscloud_trainer.launcher.environment import (
+from crosscloud_trainer.environment import (
     DATA_FOLDER,
     DEADLINE,
+    ERROR_FILE,
     STATUS_FILE,
     Attempt,
     PodEnvironment,
+    die_with_parent,
     read_attempt,
 )
+from crosscloud_trainer.failures import Failure, invalid
+from crosscloud_trainer.launcher import network, ranks
 from crosscloud_trainer.reporting import Changes, ConfigMapSink, FileSink, Identity, Reporter, Sink, Status, read_status
 from crosscloud_trainer.storage import Storage
 
@@ -56,7 +58,7 @@ class Stop:
 
 def run_pod(environ: Mapping[str, str]) -> int:
     """Run this pod to its end; returns the exit code, one of ExitCode wherever the end is explained."""
-    ranks.die_with_parent(environ, signal.SIGTERM)
+    die_with_parent(environ, signal.SIGTERM)
     stop = Stop()
     stop.install()
     try:
@@ -106,7 +108,7 @@ def _train(
     )
     status_path = folder / "status.json"
     for number, environment in enumerate(environments):
-        environment[ranks.ERROR_FILE] = str(folder / f"rank-{number}.error.json")
+        environment[ERROR_FILE] = str(folder / f"rank-{number}.error.json")
         if number == 0:
             environment[STATUS_FILE] = str(status_path)
     group = ranks.RankGroup([sys.executable, "-m", "crosscloud_trainer.train"], environments, sys.stdout)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from crosscloud_trainer.contract import ExitCode
+from crosscloud_trainer.environment import ERROR_FILE, PARENT
 
-PARENT = "CROSSCLOUD_PARENT_PID"
-ERROR_FILE = "CROSSCLOUD_ERROR_FILE"
-
-_PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 20.0  # below Kubernetes' default of 30 for a pod
 _EXPLAIN_SECONDS = 5.0  # how long a rank that lost a peer waits for that peer's own words
 _POLL_SECONDS = 0.05
@@ -33,23 +28,6 @@ class RankExit:
     code: int
     message: str
     rank: int | None = None
-
-
-def die_with_parent(environ: Mapping[str, str], signal_number: int) -> None:
-    """Have the kernel send `signal_number` to this process once the launcher that started it is gone, however."""
-    parent = environ.get(PARENT)
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
-    if os.getppid() != int(parent):
-        os.kill(os.getpid(), signal_number)
-
-
-def leave_message(environ: Mapping[str, str], code: int, message: str) -> None:
-    """Tell the launcher why this rank ends; it may read that even after a SIGKILL of the pod's other ranks."""
-    path = environ.get(ERROR_FILE)
-    if path is not None:
-        Path(path).write_text(json.dumps({"code": code, "message": message}))
 
 
 def exit_code(wait_status: int) -> int:

@@ -1,7 +1,11 @@
-"""What a pod and its ranks are told by environment variables: read once, into frozen values."""
+"""What a pod and its ranks are told by environment variables, and how a rank answers its launcher."""
 
 from __future__ import annotations
 
+import ctypes
+import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +34,11 @@ T = TypeVar("T")
 STATUS_FILE = "CROSSCLOUD_STATUS"  # local rank 0 keeps its status there
 DATA_FOLDER = "CROSSCLOUD_DATA"  # the tokens of this pod
 DEADLINE = "CROSSCLOUD_DEADLINE"  # of the start, on this host's monotonic clock
+ERROR_FILE = "CROSSCLOUD_ERROR_FILE"  # a rank that fails leaves its exit code and message there
+PARENT = "CROSSCLOUD_PARENT_PID"  # whose end is the end of this process
 
 _START_DEADLINE = 300
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -151,3 +158,20 @@ def _document(path: Path, variable: str, reader: Callable[[bytes], T]) -> T:
         raise invalid([f"{path.name}: {problem}" for problem in fault.problems]) from fault
     except ContractTooNew as fault:
         raise Failure(ExitCode.CONTRACT_TOO_NEW, f"{path.name}: {fault}") from fault
+
+
+def die_with_parent(environ: Mapping[str, str], signal_number: int) -> None:
+    """Have the kernel send `signal_number` to this process once the launcher that started it is gone, however."""
+    parent = environ.get(PARENT)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), signal_number)
+
+
+def leave_message(environ: Mapping[str, str], code: int, message: str) -> None:
+    """Tell the launcher why this rank ends; it may read that even after a SIGKILL of the pod's other ranks."""
+    path = environ.get(ERROR_FILE)
+    if path is not None:
+        Path(path).write_text(json.dumps({"code": code, "message": message}))
