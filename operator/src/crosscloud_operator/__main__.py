@@ -83,6 +83,10 @@ def hub_access(settings: Settings) -> Callable[[], Access]:
     """How to reach the hub: the pod's service account inside a cluster, a kubeconfig outside. Raises NoAccess."""
     if is_in_cluster(os.environ) and not settings.kubeconfig:
         return in_cluster
+    if user_kubeconfig(settings.kubeconfig).tls_server_name:
+        raise NoAccess(
+            "the hub's kubeconfig: tls-server-name: kopf knows no such thing; use an address of the certificate"
+        )
     return lambda: user_kubeconfig(settings.kubeconfig)
 
 

@@ -15,8 +15,8 @@ import pytest
 from apiserver import ApiServer, free_port, program
 from waiting import wait_until
 
-from crosscloud_operator.cli import fetch
 from crosscloud_operator.cli.common import Failed
+from crosscloud_operator.cli.fetch import _place, download, use_environment
 
 from .conftest import Command
 
@@ -148,15 +148,23 @@ def test_a_file_that_comes_short_leaves_nothing(model: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda uri: (Short(), uri))
     with pytest.raises(Failed, match="were announced"):
-        fetch.download(str(model), tmp_path / "target")
+        download(str(model), tmp_path / "target")
     assert not (tmp_path / "target").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["result"]
+
+
+def test_a_secret_sets_storage_variables_only_and_mixes_with_no_identity_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {"PATH": "/bin", "AWS_PROFILE": "mine", "AWS_SESSION_TOKEN": "mine"})
+    use_environment({"AWS_ACCESS_KEY_ID": "a", "PATH": "/evil", "HTTPS_PROXY": "evil", "LD_PRELOAD": "x"})
+    assert os.environ == {"PATH": "/bin", "AWS_ACCESS_KEY_ID": "a"}
 
 
 @pytest.mark.parametrize("name", ["bucket/run/../../etc/passwd", "bucket/other/file", "/etc/passwd"])
 def test_a_name_that_leads_out_of_the_target_is_not_fetched(name: str) -> None:
     with pytest.raises(Failed, match="leads out"):
-        fetch._place(name, "bucket/run")
+        _place(name, "bucket/run")
 
 
 def test_what_can_not_be_fetched_is_told_in_one_message(

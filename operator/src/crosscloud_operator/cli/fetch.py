@@ -20,6 +20,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from crosscloud_operator.cli.common import Failed, Hub, checked_name, console, hub_options, run
 from crosscloud_operator.kube.api import JOB, SECRET, Cluster, Obj, Ref
 
+_STORAGE_NAMES = ("AWS_", "AZURE_", "GOOGLE_", "FSSPEC_")
+_OWN_IDENTITY = ("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_PROFILE")  # must not mix in
+
 # What the libraries below fsspec raise is theirs to choose; each becomes one sentence.
 _ANY = Exception
 
@@ -63,8 +66,20 @@ def fetch(job: str, directory: Path, namespace: str, endpoint_url: str | None, h
     uri, environment = run(work)
     if endpoint_url:
         environment["AWS_ENDPOINT_URL"] = endpoint_url
-    os.environ.update(environment)  # where the pods have them, too: the storage libraries look there
+    use_environment(environment)
     download(uri, directory)
+
+
+def use_environment(environment: Mapping[str, str]) -> None:
+    """The job's storage credentials, where the pods have them too: the storage libraries look there.
+
+    Names that have nothing to do with storage are left out, since a Secret may come from somebody else: it shall not
+    set this process's PATH or proxies.
+    """
+    if any(name.startswith("AWS_") for name in environment):
+        for name in _OWN_IDENTITY:
+            os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in environment.items() if name.startswith(_STORAGE_NAMES)})
 
 
 async def _location(cluster: Cluster, namespace: str, name: str) -> tuple[str, dict[str, str]]:

@@ -176,11 +176,14 @@ class HttpCluster:
         for _ in range(MAX_PAGES):
             params = {**base, "continue": proceed} if proceed else base
             page = await self._object("GET", path, params=params, deadline=PAGE_SECONDS)
-            items, meta = page.get("items") or [], page.get("metadata") or {}
-            found += [{**item, "apiVersion": kind.api_version, "kind": kind.kind} for item in items]
-            proceed = meta.get("continue") or ""
+            try:
+                items, meta = page.get("items") or [], page.get("metadata") or {}
+                found += [{**item, "apiVersion": kind.api_version, "kind": kind.kind} for item in items]
+                proceed, version = str(meta.get("continue") or ""), str(meta.get("resourceVersion") or "")
+            except (TypeError, AttributeError) as fault:
+                raise Unreachable(f"{self.name}: a list of {kind.plural} that can't be read") from fault
             if not proceed:
-                return found, str(meta.get("resourceVersion") or "")
+                return found, version
         raise Unreachable(f"{self.name}: the list of {kind.plural} doesn't end")
 
     async def watch(

@@ -102,7 +102,7 @@ class Informer:
                 log.debug("%s: watch of %s expired: %s", self._cluster.name, self.kind.plural, fault.message)
             except ApiError as fault:
                 self._lose(fault, silent=time.monotonic() - began >= self._times.inactivity)
-            except (KeyError, TypeError, AttributeError, ValueError) as fault:
+            except Exception as fault:
                 # A server that sends nonsense ends no task of ours, and is believed nothing until it lists anew.
                 log.error("%s: %s that can't be read", self._cluster.name, self.kind.plural, exc_info=fault)  # noqa: TRY400
                 self._version = ""

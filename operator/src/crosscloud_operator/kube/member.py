@@ -26,7 +26,7 @@ from crosscloud_operator.kube.backoff import Backoff
 from crosscloud_operator.kube.cluster import HttpCluster
 from crosscloud_operator.kube.credentials import SECRET_KEY, life_of
 from crosscloud_operator.kube.informer import Informer, Times
-from crosscloud_operator.kube.kubeconfig import render
+from crosscloud_operator.kube.kubeconfig import KubeconfigRefused, render, vet
 from crosscloud_operator.kube.member_status import Facts
 from crosscloud_operator.kube.projection import HUB_LABEL, projection
 
@@ -154,7 +154,7 @@ class Member:
                 pause.reset()
                 # Until the Secret comes back through its watch, the old token is still the one in use.
                 await self._pause(5)
-            except (ApiError, KeyError, TypeError) as fault:
+            except (ApiError, KubeconfigRefused, KeyError, TypeError) as fault:
                 self.renewal_fault = str(fault)
                 log.warning("%s: token not renewed: %s", self.name, fault)
                 self._contact_changed()
@@ -176,6 +176,7 @@ class Member:
             return
         granted = await self.cluster.request_token(*account, token_seconds)
         text = render(access, self.name, str(granted["token"]))
+        vet(text)  # a member that answers nonsense may not spoil what works
         patch = {
             # The version guards a token that an administrator rotates at the same moment.
             "metadata": {"resourceVersion": held["metadata"]["resourceVersion"]},
