@@ -96,6 +96,7 @@ def test_a_build_that_fails_shows_its_last_words(tree: Path, tmp_path: Path, mon
     (tree / "Dockerfile").write_text(DOCKERFILE.replace("COPY trainer /trainer", "ADD --bad=1 trainer /trainer"))
     with pytest.raises(LabError, match=r"(?s)build of (image )?trainer failed:.*bad"):
         build_images(tree)
+    assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
 
 
 def says(lab: Lab, name: str, node: str, image: str, file: str) -> str:

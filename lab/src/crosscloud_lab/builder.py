@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,18 @@ _BASE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _WHEELS_MOUNT = "/mnt/wheels"
 _CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem")
 _CA_IN_IMAGE = "/etc/ssl/certs/ca-certificates.crt"
+# buildah leaves mounts behind when it fails or is killed; in a namespace of their own they end with it.
+_PRIVATE_MOUNTS = ("unshare", "--mount")
+_BASE_SCRIPT = """
+container=$($TOOL from $SIGNATURES scratch)
+folder=$($TOOL mount "$container")
+debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$SUITE" "$folder"
+rm -f "$folder"/var/cache/apt/archives/*.deb
+$TOOL umount "$container"
+$TOOL config --env "PATH=$BASE_PATH" "$container"
+$TOOL commit $SIGNATURES "$container" "$BASE"
+$TOOL rm "$container"
+"""
 # What of the machine's pip configuration makes sense in a build: where packages come from, and how.
 _PIP_KEYS = ("index-url", "extra-index-url", "trusted-host", "proxy", "timeout", "default-timeout", "retries")
 
@@ -101,13 +115,23 @@ class Buildah:
         folder.mkdir(parents=True, exist_ok=True)
         self._policy = folder / "policy.json"
         self._policy.write_text(json.dumps({"default": [{"type": "insecureAcceptAnything"}]}))
-        self._tool = ["buildah", f"--root={folder / 'storage'}", f"--runroot={folder / 'run'}"]
+        self._tool = [*_PRIVATE_MOUNTS, "buildah", f"--root={folder / 'storage'}", f"--runroot={folder / 'run'}"]
 
     def has(self, name: str) -> bool:
         return succeeds([*self._tool, "inspect", "--type=image", name])
 
     def build(self, request: BuildRequest, note: Note) -> None:
-        command = [*self._tool, "bud", "--isolation=chroot", "--network=host", "--layers", *self._signatures()]
+        # What an interrupted build left would keep its layers for ever.
+        run([*self._tool, "rm", "--all"])
+        command = [
+            *self._tool,
+            "bud",
+            "--isolation=chroot",
+            "--network=host",
+            "--layers",
+            "--force-rm",
+            *self._signatures(),
+        ]
         base = self._base() if "${BASE}" in (request.root / "Dockerfile").read_text() else None
         if base:
             command += [f"--build-arg=BASE={base}", "--pull-never"]
@@ -150,18 +174,10 @@ class Buildah:
         if shutil.which("debootstrap") is None:
             return None
         with self._progress.phase("base image by debootstrap"):
-            container = run([*self._tool, "from", *self._signatures(), "scratch"]).strip()
-            try:
-                mounted = run([*self._tool, "mount", container]).strip()
-                include = "--include=python3,python3-venv,ca-certificates"
-                run(["debootstrap", "--variant=minbase", include, _SUITE, mounted], timeout=1800)
-                for leftover in Path(mounted, "var/cache/apt/archives").glob("*.deb"):
-                    leftover.unlink()
-                run([*self._tool, "umount", container])
-                run([*self._tool, "config", f"--env=PATH={_BASE_PATH}", container])
-                run([*self._tool, "commit", *self._signatures(), container, _BASE], timeout=600)
-            finally:
-                succeeds([*self._tool, "rm", container])
+            tool = shlex.join(self._tool[len(_PRIVATE_MOUNTS) :])
+            names = {"TOOL": tool, "SIGNATURES": shlex.join(self._signatures()), "SUITE": _SUITE, "BASE": _BASE}
+            environment = {**os.environ, **names, "BASE_PATH": _BASE_PATH}
+            run([*_PRIVATE_MOUNTS, "sh", "-ec", _BASE_SCRIPT], env=environment, timeout=3600)
         return _BASE
 
 
