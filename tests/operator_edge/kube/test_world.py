@@ -200,6 +200,16 @@ async def test_a_secret_may_come_later_than_its_member(at_work: Running, east_ap
     await at_work.ready("east")
 
 
+async def test_a_hub_can_be_its_own_member(at_work: Running) -> None:
+    body = {"apiVersion": MEMBER.api_version, "kind": MEMBER.kind, "metadata": {"name": "hub"}}
+    path = "/apis/crosscloud.dev/v1alpha1/memberclusters"
+    at_work.api.request("POST", path, {**body, "spec": {"access": {"inCluster": {}}}})
+    await at_work.ready("hub")
+    member = at_work.world.member("hub")
+    assert isinstance(member, HttpCluster)
+    assert member.access == vet(at_work.api.kubeconfig.read_text())
+
+
 async def test_a_deleted_member_is_no_longer_watched(at_work: Running, east_api: ApiServer) -> None:
     at_work.add("east", east_api.kubeconfig.read_text())
     await at_work.ready("east")
