@@ -15,10 +15,8 @@ from typing import Any
 from crosscloud_operator.kube.api import (
     CONFIG_MAP,
     JOB,
-    KINDS,
     MEMBER,
     NAMESPACE,
-    NODE,
     POD,
     AlreadyExists,
     Cluster,
@@ -408,7 +406,3 @@ def _apply(obj: Obj, operation: Obj) -> None:
             _apply(obj, {"op": "remove", "path": operation["path"].rpartition("/")[0]})
     else:
         raise AssertionError(operation)
-
-
-ALL_KINDS = KINDS
-WATCHED = (POD, NODE, NAMESPACE, CONFIG_MAP)

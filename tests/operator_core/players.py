@@ -14,7 +14,7 @@ from crosscloud_operator.domain import record
 from crosscloud_operator.domain.inventory import gpu_nodes
 from crosscloud_operator.domain.scheduling import requested
 from crosscloud_operator.domain.settings import JobSettings
-from crosscloud_operator.kube.api import CONFIG_MAP, JOB, NODE, POD, Kind, Obj, Ref, Unreachable
+from crosscloud_operator.kube.api import CONFIG_MAP, JOB, NODE, POD, Kind, Obj, Ref, Refused, Unreachable
 from crosscloud_operator.reconcile import reconcile
 
 SETTINGS = JobSettings(
@@ -90,6 +90,8 @@ class Flaky:
             raise Killed
         if what == "fail before":
             raise Unreachable("connection refused")
+        if what == "refuse":
+            raise Refused("pods is forbidden")
         result = await method(*args, **options)
         if what == "kill after":
             raise Killed
@@ -179,13 +181,18 @@ def report(world: MemoryWorld, pod: Obj, activity: str, outcome: str | None = No
     cluster.touch(config_map)
 
 
-def reports_of(cluster: MemoryCluster, attempt: str) -> list[Obj]:
-    return [
-        pod
-        for pod in cluster.all(POD)
-        if pod["metadata"]["labels"].get("crosscloud.dev/attempt") == attempt
-        and any(item["name"] == "CROSSCLOUD_REPORT" for item in pod["spec"]["containers"][0]["env"])
-    ]
+async def running(**spec: Any) -> Lab:
+    """The default lab, in which the job `demo` runs."""
+    scene = Lab(lab())
+    scene.submit(job(**spec))
+    await scene.until(lambda: scene.status().is_true("Running"))
+    return scene
+
+
+def keys_of(pod: Obj) -> set[str]:
+    """The items of its member's Secret that a pod mounts, but for the authority's certificate."""
+    volume = next(item for item in pod["spec"]["volumes"] if item["name"] == "crosscloud-tls")
+    return {item["key"] for item in volume["secret"]["items"]} - {"ca.crt"}
 
 
 class Lab:

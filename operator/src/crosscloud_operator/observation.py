@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
@@ -24,13 +25,15 @@ from crosscloud_operator.kube.api import (
     POD,
     SECRET,
     SERVICE,
+    ApiError,
     Cluster,
     Obj,
     Ref,
-    Unreachable,
     World,
 )
+from crosscloud_trainer.contract import Report
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -63,7 +66,8 @@ class Reach:
                 return None
             try:
                 return member, await ask(member, client)
-            except Unreachable:
+            except ApiError as fault:  # also one that refuses to be read: nothing is known of it
+                log.warning("member %s: %s", member, fault.message)
                 self.note(member)
                 return None
 
@@ -74,7 +78,7 @@ class Reach:
 def place(world: World, job: Job, jobs: Iterable[Obj], settings: JobSettings) -> placement.Placement:
     """The plan on the members as last seen, less what the given jobs' plans hold."""
     members = sorted(world.members(), key=lambda item: str(item["metadata"]["name"]))
-    snapshots = [_snapshot(world, member) for member in members]
+    snapshots = [_snapshot(world, member, settings) for member in members]
     pods = {}
     for member in snapshots:
         cache = world.cache(member.name, POD)
@@ -169,7 +173,7 @@ async def old_gateways(job: Job, status: JobStatus, reach: Reach) -> tuple[Remov
     return tuple(item for _, items in sorted(answers.items()) for item in items)
 
 
-def cached_reports(world: World, job: Job, status: JobStatus) -> dict[int, observed.Report]:
+def cached_reports(world: World, job: Job, status: JobStatus) -> dict[int, Report]:
     """The replicas' last words that the informers have seen."""
     raws: list[Obj] = []
     for member in sorted({stage.member for stage in status.plan}):
@@ -178,9 +182,7 @@ def cached_reports(world: World, job: Job, status: JobStatus) -> dict[int, obser
     return observed.replica_reports(raws, job.id, current(status).number, status.plan)
 
 
-async def fresh_reports(
-    job: Job, status: JobStatus, replicas: Iterable[int], reach: Reach
-) -> dict[int, observed.Report]:
+async def fresh_reports(job: Job, status: JobStatus, replicas: Iterable[int], reach: Reach) -> dict[int, Report]:
     """The last words of these replicas as their API servers have them now: read before a replica is called lost."""
     wanted = set(replicas)
     stages = [stage for stage in status.plan if stage.replica in wanted]
@@ -196,8 +198,11 @@ async def fresh_reports(
     return observed.replica_reports(raws, job.id, current(status).number, stages)
 
 
-async def attempt_objects(job: Job, status: JobStatus, reach: Reach) -> tuple[Found, ...]:
-    """Everything of attempts that is left in the job's members, by fresh lists."""
+async def attempt_objects(world: World, job: Job, status: JobStatus, reach: Reach) -> tuple[Found, ...]:
+    """Everything of attempts that is left in the job's members, by fresh lists. A member whose MemberCluster was
+    removed is not waited for: who removes it says that nothing of ours goes on there.
+    """
+    known, _ = _known_members(world, status)
     number, namespace = current(status).number, job.id.namespace
     of_attempts = f"{names.selector(job.id)},{names.ATTEMPT}"
 
@@ -212,7 +217,7 @@ async def attempt_objects(job: Job, status: JobStatus, reach: Reach) -> tuple[Fo
         raws = [*deployments, *pods, *config_maps, *([keys] if keys and names.is_ours(keys, job.id) else [])]
         return [_found(member, raw) for raw in raws]
 
-    answers = await reach.each([item.name for item in status.members], look)
+    answers = await reach.each(known, look)
     return tuple(item for _, items in sorted(answers.items()) for item in items)
 
 
@@ -220,18 +225,24 @@ async def anchors(
     world: World, job: JobId, status: JobStatus, reach: Reach
 ) -> tuple[tuple[Remove, ...], tuple[str, ...]]:
     """The anchors that are still there, and the members that can't be cleaned as their MemberCluster is gone."""
-    known = {member["metadata"]["name"] for member in world.members()}
-    forgotten = tuple(item.name for item in status.members if item.name not in known)
+    known, forgotten = _known_members(world, status)
 
     async def look(member: str, client: Cluster) -> Remove | None:
         raw = await client.get(Ref(CONFIG_MAP, names.anchor(job.name), job.namespace))
         return _remove(member, raw) if raw is not None and names.is_ours(raw, job) else None
 
-    answers = await reach.each([item.name for item in status.members if item.name in known], look)
+    answers = await reach.each(known, look)
     return tuple(item for _, item in sorted(answers.items()) if item is not None), forgotten
 
 
-def _snapshot(world: World, member: Obj) -> Snapshot:
+def _known_members(world: World, status: JobStatus) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The job's members that have a MemberCluster, and those that have none any more."""
+    there = {member["metadata"]["name"] for member in world.members()}
+    names_ = [item.name for item in status.members]
+    return tuple(name for name in names_ if name in there), tuple(name for name in names_ if name not in there)
+
+
+def _snapshot(world: World, member: Obj, settings: JobSettings) -> Snapshot:
     name = member["metadata"]["name"]
     caches = [world.cache(name, kind) for kind in (NODE, POD, NAMESPACE)]
     if world.member(name) is None:
@@ -244,7 +255,9 @@ def _snapshot(world: World, member: Obj) -> Snapshot:
     if len(complete) < len(caches):
         return Snapshot(name, unknown="its list of nodes, pods and namespaces isn't complete yet")
     nodes, pods, namespaces = (cache.objects() for cache in complete)
-    return inventory.snapshot(name, nodes, pods, namespaces, (member.get("spec") or {}).get("allowedNamespaces"))
+    allowed = (member.get("spec") or {}).get("allowedNamespaces")
+    gpu = settings.gpu_resource, settings.gpu_product_label
+    return inventory.snapshot(name, nodes, pods, namespaces, allowed, *gpu)
 
 
 def _own_pods(world: World, member: str, job: JobId) -> dict[str, Obj]:

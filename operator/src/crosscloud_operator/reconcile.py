@@ -127,7 +127,7 @@ async def _observe(world: World, job: Job, status: JobStatus, reach: Reach, sett
     elif state in (State.ADMITTING, State.BINDING, State.RUNNING):
         facts = await _observe_attempt(world, facts, reach)
     elif state in (State.STOPPING, State.ENDING):
-        facts = replace(facts, found=await observation.attempt_objects(job, status, reach))
+        facts = replace(facts, found=await observation.attempt_objects(world, job, status, reach))
     return replace(facts, unreachable=dict(reach.lost))
 
 

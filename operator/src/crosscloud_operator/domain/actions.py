@@ -58,12 +58,7 @@ class Remove:
     uid: str
 
 
-@dataclass(frozen=True)
-class RemoveAuthority:
-    """Delete the job's certificate authority from the hub."""
-
-
-Action = Ensure | EnsureAuthority | EnsureKeys | Lift | Remove | RemoveAuthority
+Action = Ensure | EnsureAuthority | EnsureKeys | Lift | Remove
 
 
 class Fault(Enum):

@@ -77,11 +77,13 @@ def snapshot(
     pods: Iterable[Obj],
     namespaces: Iterable[Obj],
     allowed_namespaces: Obj | None,
+    resource: str = GPU_RESOURCE,
+    product: str = GPU_PRODUCT,
 ) -> Snapshot:
-    """A member whose lists are complete."""
+    """A member whose lists are complete. `resource` is what nodes call a GPU, `product` the label with its kind."""
     return Snapshot(
         name=name,
-        nodes=gpu_nodes(nodes, pods),
+        nodes=gpu_nodes(nodes, pods, resource, product),
         namespaces={
             item["metadata"]["name"]: item["metadata"].get("labels") or {}
             for item in namespaces
@@ -123,10 +125,12 @@ def gpu_nodes(
     return tuple(found)
 
 
-def pools(nodes: Iterable[Obj], pods: Iterable[Obj]) -> tuple[Pool, ...]:
+def pools(
+    nodes: Iterable[Obj], pods: Iterable[Obj], resource: str = GPU_RESOURCE, product: str = GPU_PRODUCT
+) -> tuple[Pool, ...]:
     """The node pools of a member, in order of their names; nodes that take nothing now have no free GPUs."""
     grouped: dict[str, list[Node]] = defaultdict(list)
-    for node in gpu_nodes(nodes, pods):
+    for node in gpu_nodes(nodes, pods, resource, product):
         grouped[node.pool].append(node)
     return tuple(
         Pool(

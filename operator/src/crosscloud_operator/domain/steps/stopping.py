@@ -24,6 +24,7 @@ from crosscloud_operator.domain.settings import JobSettings
 LOOK = 2.0
 UNREACHABLE_LOOK = 15.0
 EXIT_GRACE = 60.0  # after success, until a pod that still runs is deleted
+_REMOVE = "`crosscloud member remove NAME`"
 LONG_RUN = 600.0  # seconds; an attempt that ran for longer starts the pauses anew
 
 
@@ -84,7 +85,7 @@ def deleting(scene: Scene, anchors: tuple[Remove, ...]) -> Decision:
     message = f"removing the job's objects from {where}" if where else "removing the job's objects"
     if scene.unreachable:
         waits = ", ".join(f"{name} (not reached since {since})" for name, since in sorted(scene.unreachable.items()))
-        message = f"waiting for {waits}; if it is gone for good: `crosscloud member remove NAME`"
+        message = f"waiting for {waits}; gone for good: {_REMOVE}"
     status = tell(scene, scene.status, "Deleting", message)
     return Decision(status, anchors, requeue=LOOK if anchors else UNREACHABLE_LOOK)
 
@@ -108,7 +109,8 @@ def _wait_words(left: Iterable[Found], unanswered: dict[str, str]) -> str:
     words_ = [f"{item.remove.member}/{item.remove.name}" for item in left]
     more = f" and {len(words_) - 4} more" if len(words_) > 4 else ""
     parts = [f"waiting until {', '.join(words_[:4])}{more} are gone"] if words_ else []
-    parts += [f"waiting for {name} to answer (not reached since {since})" for name, since in sorted(unanswered.items())]
+    for name, since in sorted(unanswered.items()):
+        parts.append(f"waiting for {name} to answer (not reached since {since}; gone for good: {_REMOVE})")
     return "; ".join(parts)
 
 
