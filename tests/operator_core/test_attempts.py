@@ -8,10 +8,35 @@ from operator_core.players import Lab, end_pod, job, lab, report, running, train
 from crosscloud_operator.domain.record import rfc3339
 from crosscloud_operator.kube.api import (
     CONFIG_MAP,
+    DEPLOYMENT,
     POD,
     Ref,
 )
 from crosscloud_trainer.contract import ExitCode
+
+
+async def test_a_gateway_that_does_not_come_up_is_named_while_the_trainers_start() -> None:
+    # Trainers behind a gateway that passes nothing would only say that they miss their peers.
+    scene = await running()
+    await scene.turn()
+    message = scene.status().condition("Running").message  # type: ignore[union-attr]
+    assert "west: the gateway has no pod yet (Deployment demo-a1-gateway)" in message
+    states = {"east": {"ready": True, "state": {"running": {}}}, "west": {"ready": False}}
+    states["west"]["state"] = {"waiting": {"reason": "ImagePullBackOff", "message": "no gateway:1"}}
+    for name, state in states.items():
+        cluster = scene.world.clusters[name]
+        deployment = cluster.find(DEPLOYMENT, "demo-a1-gateway")
+        assert deployment is not None
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        meta = {"name": "demo-a1-gateway-x", "namespace": "ml", "labels": labels}
+        status = {"phase": "Pending", "containerStatuses": [{"name": "gateway", **state}]}
+        cluster.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"nodeName": "n"}, "status": status})
+    for kubelet in scene.kubelets:
+        kubelet.step = lambda: None  # type: ignore[method-assign]
+    await scene.turn()
+    message = scene.status().condition("Running").message  # type: ignore[union-attr]
+    assert "east" not in message
+    assert "west/demo-a1-gateway-x: ImagePullBackOff: no gateway:1" in message
 
 
 async def test_an_anchor_deleted_by_hand_costs_an_attempt_and_nothing_else() -> None:

@@ -133,9 +133,10 @@ async def storage(world: World, job: Job) -> Mapping[str, str] | None:
 
 async def attempt_pods(
     world: World, job: Job, status: JobStatus, reach: Reach, done: frozenset[int]
-) -> tuple[tuple[PodState, ...], tuple[Remove, ...]]:
-    """The planned pods, and what is left of older attempts. Pods that the informer doesn't show are looked for by a
-    fresh list before anyone calls them missing; those of the replicas in `done` needn't be there.
+) -> tuple[tuple[PodState, ...], tuple[Remove, ...], tuple[str, ...]]:
+    """The planned pods, what is left of older attempts, and why gateways pass nothing yet. Pods that the informer
+    doesn't show are looked for by a fresh list before anyone calls them missing; those of replicas in `done` needn't
+    be there.
     """
     number = current(status).number
     planned = planned_pods(job.id.name, number, status.plan)
@@ -158,7 +159,10 @@ async def attempt_pods(
         for name, raw in sorted(raws.items())
         if _attempt(raw) < number and not raw["metadata"].get("deletionTimestamp")
     ]
-    return states, tuple(strays)
+    deployment = names.gateway(job.id.name, number)
+    words = [observed.gateway_words(member, seen[member].values(), number, deployment) for member in sorted(seen)]
+    gateways = tuple(item for item in words if item is not None) if len(members) > 1 else ()
+    return states, tuple(strays), gateways
 
 
 async def old_gateways(job: Job, status: JobStatus, reach: Reach) -> tuple[Remove, ...]:

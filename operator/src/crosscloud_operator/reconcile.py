@@ -135,7 +135,7 @@ async def _observe_attempt(world: World, facts: Facts, reach: Reach) -> Facts:
     job, status = facts.job, facts.status
     reports = observation.cached_reports(world, job, status)
     done = frozenset(index for index, report in reports.items() if has_succeeded(report))
-    pods, strays = await observation.attempt_pods(world, job, status, reach, done)
+    pods, strays, gateways = await observation.attempt_pods(world, job, status, reach, done)
     if facts.state is State.ADMITTING:
         members = sorted({stage.member for stage in status.plan})
         sites = await observation.sites(world, job, members, reach)
@@ -146,7 +146,7 @@ async def _observe_attempt(world: World, facts: Facts, reach: Reach) -> Facts:
     silent = {pod.planned.id.replica for pod in pods if pod.missing or pod.leaving or pod.end} - done
     if silent:
         reports |= await observation.fresh_reports(job, status, silent, reach)
-    return replace(facts, pods=pods, strays=strays, reports=reports)
+    return replace(facts, pods=pods, strays=strays, gateways=gateways, reports=reports)
 
 
 async def _failed(world: World, obj: Obj, facts: Facts, failures: Sequence[Failure], decision: Decision) -> Pass:

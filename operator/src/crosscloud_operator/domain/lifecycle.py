@@ -40,9 +40,9 @@ class State(Enum):
 
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.ADMITTING, State.FINISHED, State.DELETING}),
+    State.WAITING: frozenset({State.ADMITTING, State.DELETING}),
     State.ADMITTING: frozenset({State.BINDING, State.STOPPING, State.DELETING}),
-    State.BINDING: frozenset({State.RUNNING, State.STOPPING, State.ENDING, State.DELETING}),
+    State.BINDING: frozenset({State.RUNNING, State.STOPPING, State.DELETING}),
     State.RUNNING: frozenset({State.STOPPING, State.ENDING, State.DELETING}),
     State.STOPPING: frozenset({State.RETRYING, State.FINISHED, State.DELETING}),
     State.RETRYING: frozenset({State.WAITING, State.DELETING}),
@@ -118,6 +118,7 @@ class Facts(Scene):
     # an attempt
     pods: tuple[PodState, ...] = ()
     reports: Mapping[int, Report] = field(default_factory=dict)
+    gateways: tuple[str, ...] = ()  # why gateways pass nothing yet
     strays: tuple[Remove, ...] = ()  # of older attempts
     # Stopping, Ending: by fresh lists, of the members that answer
     found: tuple[Found, ...] = ()

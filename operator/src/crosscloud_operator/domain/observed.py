@@ -177,6 +177,22 @@ def _disrupted(status: Obj) -> bool:
     return any(item.get("type") == "DisruptionTarget" and item.get("status") == "True" for item in conditions)
 
 
+def gateway_words(member: str, pods: Iterable[Obj], attempt: int, deployment: str) -> str | None:
+    """Why the gateway of a member passes nothing yet; None where a pod of it is ready."""
+    words = f"{member}: the gateway has no pod yet (Deployment {deployment})"
+    for raw in pods:
+        labels = raw["metadata"].get("labels") or {}
+        if labels.get(names.COMPONENT) != names.GATEWAY or labels.get(names.ATTEMPT) != str(attempt):
+            continue
+        status = raw.get("status") or {}
+        container: Obj = next(iter(status.get("containerStatuses") or ()), {})
+        if container.get("ready"):
+            return None
+        why = _blocked(status, container.get("state") or {}) or "not ready yet"
+        words = f"{member}/{raw['metadata']['name']}: {why}"
+    return words
+
+
 def _blocked(status: Obj, state: Obj) -> str | None:
     waiting = state.get("waiting") or {}
     if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):

@@ -137,5 +137,6 @@ def _story(facts: Facts) -> tuple[str, str, bool | None]:
         return "Finishing", "the last checkpoint and the result are being written", True
     if not activities or activities == {Activity.STARTING}:
         blocked = [f"{pod.planned.label}: {pod.blocked}" for pod in facts.pods if pod.blocked and not pod.started]
+        blocked += facts.gateways
         return "Starting", "; ".join(blocked[:4]) or f"attempt {attempt}: trainers are starting", True
     return "Training", f"attempt {attempt}: {len(facts.reports)} replica(s) are training", True
