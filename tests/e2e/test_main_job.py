@@ -74,7 +74,9 @@ def run(cloud: Cloud) -> Run:
     seen.pods_after_kill = uids(cloud)
     with operator_metrics(cloud) as address, run_prometheus([address]) as prometheus:
         for title, expression in panel_queries(namespace="ml", job=NAME):
-            seen.panels[title + ": " + expression] = wait_for(title, lambda q=expression: prometheus.query(q), seconds=60)
+            seen.panels[title + ": " + expression] = wait_for(
+                title, lambda q=expression: prometheus.query(q), seconds=60
+            )
     first = cloud.pods(NAME)[0]["metadata"]["name"]
     seen.trainer_metrics = cloud.kubectl(
         "east", "exec", "-n", "ml", first, "-c", "trainer", "--", "python3", "-c",

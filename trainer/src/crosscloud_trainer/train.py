@@ -124,7 +124,8 @@ def run_steps(
         journal.step(mean, tokens * place.ranks, report.skipped, time.monotonic() - started)
 
         started = time.monotonic()
-        done = diloco.on_step(tokens, last=step == steps)
+        learned = 0 if report.skipped else tokens  # an update weighs as much as what was learned from
+        done = diloco.on_step(learned, last=step == steps)
         if done is not None:
             trained.refresh()
             tell_round(done, meeting, journal, group, place, time.monotonic() - started)

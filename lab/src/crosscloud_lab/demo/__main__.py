@@ -27,9 +27,7 @@ def main() -> int:
         return _run(console)
     except (LabError, steps.CommandFailed, JobEndedBadly) as fault:
         console.print(f"\n[bold red]demo: {fault}[/]")
-        console.print(
-            "The lab stays up for a look; run `make demo` again to go on, or `make down` to clean up."
-        )
+        console.print("The lab stays up for a look; run `make demo` again to go on, or `make down` to clean up.")
         return 1
     except KeyboardInterrupt:
         console.print("\ndemo: interrupted. Run `make demo` again to go on, or `make down` to clean up.")

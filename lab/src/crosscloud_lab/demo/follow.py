@@ -69,9 +69,7 @@ def follow(lab: Lab, namespace: str, name: str, console: Console) -> Story:
             if (seen := json.dumps(story.status)) != last:
                 last, changed_at = seen, now
             elif now - changed_at > SILENT_LIMIT:
-                raise JobEndedBadly(
-                    f"the status of {name} has not changed for {SILENT_LIMIT:.0f} s: {condition}"
-                )
+                raise JobEndedBadly(f"the status of {name} has not changed for {SILENT_LIMIT:.0f} s: {condition}")
             time.sleep(1)
     if condition["reason"] != "Succeeded":
         raise JobEndedBadly(f"{name}: {condition['reason']}: {condition.get('message')}")
@@ -103,9 +101,7 @@ def sample(seconds: float, progress: dict[str, Any], wan: int) -> Sample:
 def running(job: dict[str, Any]) -> dict[str, Any]:
     """The condition `Running`, whose reason tells the job's story in a word."""
     conditions = (job.get("status") or {}).get("conditions") or []
-    return next(
-        (item for item in conditions if item["type"] == "Running"), {"reason": "Waiting", "message": ""}
-    )
+    return next((item for item in conditions if item["type"] == "Running"), {"reason": "Waiting", "message": ""})
 
 
 def line(story: Story) -> str:
@@ -125,9 +121,7 @@ def view(story: Story) -> Group:
     progress = status.get("progress") or {}
     total = int(progress.get("totalSteps") or 0)
     condition = running(story.job)
-    head = Text(
-        f"      {condition['reason']}: {condition.get('message', '')}", style="dim", overflow="ellipsis"
-    )
+    head = Text(f"      {condition['reason']}: {condition.get('message', '')}", style="dim", overflow="ellipsis")
     table = Table(box=None, padding=(0, 2, 0, 6), show_edge=False)
     for title in ("replica", "where", "step", "loss", "round", "activity"):
         table.add_column(title, justify="right" if title in ("step", "loss", "round") else "left")
@@ -136,9 +130,7 @@ def view(story: Story) -> Group:
         table.add_row(str(row["index"]), where(status, row["index"]), *map(str, cells))
     bar = Table.grid(padding=(0, 2, 0, 6))
     ratio = f"{last.dense_bytes / last.wan_bytes:.0f}x less" if last.wan_bytes and last.dense_bytes else ""
-    bar.add_row(
-        ProgressBar(total=max(total, 1), completed=last.step, width=40), f"{last.step}/{total or '?'} steps"
-    )
+    bar.add_row(ProgressBar(total=max(total, 1), completed=last.step, width=40), f"{last.step}/{total or '?'} steps")
     bar.add_row(
         f"{progress.get('tokensPerSecond', 0)} tokens/s",
         f"WAN {megabytes(last.wan_bytes)}, dense fp32 would be {megabytes(last.dense_bytes)} {ratio}",

@@ -19,12 +19,8 @@ def draw(story: Story, path: Path) -> Path:
     figure, (loss, wan) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     loss.plot(seconds, [sample.loss for sample in rows], color="#3b6fb6")
     loss.set(title="Training loss", xlabel="seconds since `kubectl apply`", ylabel="nats per byte")
-    wan.plot(
-        seconds, [sample.dense_bytes / 1e6 for sample in rows], color="#b0b0b0", label="dense fp32 (computed)"
-    )
-    wan.plot(
-        seconds, [sample.wan_bytes / 1e6 for sample in rows], color="#d1495b", label="sent (at the interface)"
-    )
+    wan.plot(seconds, [sample.dense_bytes / 1e6 for sample in rows], color="#b0b0b0", label="dense fp32 (computed)")
+    wan.plot(seconds, [sample.wan_bytes / 1e6 for sample in rows], color="#d1495b", label="sent (at the interface)")
     wan.set(
         title="Bytes over the WAN, both ways",
         xlabel="seconds since `kubectl apply`",

@@ -53,9 +53,7 @@ def run(*command: str | Path, env: dict[str, str] | None = None, stdin: str | No
     )
     if done.returncode:
         shown = " ".join(str(part) for part in command)
-        raise CommandFailed(
-            f"`{shown}` ended with {done.returncode}:\n{done.stderr.strip() or done.stdout.strip()}"
-        )
+        raise CommandFailed(f"`{shown}` ended with {done.returncode}:\n{done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
 
 

@@ -107,8 +107,7 @@ class Model:
             found = "both" if self.preset else "neither"
             yield "", found, "set exactly one of preset and config"
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
-            found = self.config.get("model_type")
-            yield "config.model_type", found, "must name a transformers model type, like llama"
+            yield "config.model_type", self.config.get("model_type"), "must name a transformers model type, like llama"
 
 
 @dataclass(frozen=True)
