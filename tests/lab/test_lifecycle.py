@@ -184,7 +184,14 @@ def test_up_restarts_single_components_and_leaves_pods_running(mini: Mini) -> No
     assert "S3 server: http://10.79.1.250:7070 (down)" in status.stdout
     mini.up()
     assert mini.status()["ready"]
-    assert mini.lab.kubectl("solo", "exec", "runs", "--", "cat", "/tmp/mark") == "here\n"
+
+    def mark() -> str:
+        try:
+            return mini.lab.kubectl("solo", "exec", "runs", "--", "cat", "/tmp/mark")
+        except LabError:
+            return ""
+
+    assert eventually(mark, "the kubelet to know its pods again") == "here\n"
 
 
 def test_down_cleans_up_though_the_state_folder_is_lost(mini: Mini, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,10 @@ class Api:
         return {item["metadata"]["name"]: item for item in self.json("GET", "/api/v1/nodes")["items"]}
 
 
-def node_ready(node: Any) -> bool:
-    conditions = node.get("status", {}).get("conditions", [])
-    return any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)
+def node_ready(node: Any, since: datetime | None = None) -> bool:
+    """Whether the node's kubelet says that it is ready, and has said so after `since`."""
+    for condition in node.get("status", {}).get("conditions", []):
+        if condition["type"] == "Ready" and condition["status"] == "True":
+            said = datetime.fromisoformat(condition["lastHeartbeatTime"])
+            return since is None or said >= since.replace(microsecond=0)
+    return False

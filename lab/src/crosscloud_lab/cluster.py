@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -76,10 +78,10 @@ class Cluster:
         for daemon in (self.controller_manager, self.scheduler, self.proxy, self.dns):
             self.sandbox.start(daemon)
         note("nodes")
+        started = {node.name: self._start_node(node, busybox) for node in self.plan.nodes}
         for node in self.plan.nodes:
-            self._start_node(node, busybox)
-        for node in self.plan.nodes:
-            self._wait(self.kubelet(node), lambda node=node: self._node_ready(api, node))
+            since = started[node.name]
+            self._wait(self.kubelet(node), partial(self._node_ready, api, node, since))
             self._set_gpus(api, node)
         note("DNS")
         self._wait(self.dns, self._dns_ready)
@@ -159,12 +161,14 @@ class Cluster:
         ready = not down and all(node.ready for node in nodes)
         return ClusterStatus(self.plan.name, self.plan.api_url, ready, down, nodes)
 
-    def _start_node(self, node: NodePlan, busybox: Path) -> None:
+    def _start_node(self, node: NodePlan, busybox: Path) -> datetime | None:
+        """Starts a node; the time from which on its kubelet must say that it is ready, if it was started."""
         self.wait_containerd(node)
         if components.SANDBOX_IMAGE not in self.ctr(node, "images", "list", "--quiet").split():
             self.ctr(node, "images", "import", busybox)
         cgroups.make(components.pods_cgroup(self._lab_cgroup, node))
-        self.sandbox.start(self.kubelet(node))
+        now = datetime.now(UTC)
+        return now if self.sandbox.start(self.kubelet(node)) else None
 
     def _containerd_ready(self, node: NodePlan) -> bool:
         try:
@@ -173,9 +177,9 @@ class Cluster:
             return False
         return True
 
-    def _node_ready(self, api: Api, node: NodePlan) -> bool:
+    def _node_ready(self, api: Api, node: NodePlan, since: datetime | None) -> bool:
         try:
-            return node_ready(api.json("GET", f"/api/v1/nodes/{node.name}"))
+            return node_ready(api.json("GET", f"/api/v1/nodes/{node.name}"), since)
         except LabError:
             return False
 
