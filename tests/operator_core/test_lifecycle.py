@@ -35,6 +35,8 @@ async def test_a_job_over_two_members_runs_to_its_end() -> None:
     scene.finish()
     await scene.until(lambda: scene.status().is_true("Succeeded"))
     await scene.until(lambda: scene.status().attempt.gone_at is not None)  # type: ignore[union-attr]
+    assert scene.status().started_at == status.attempt.bound_at  # type: ignore[union-attr]
+    assert scene.status().finished_at is not None
     assert scene.status().result.uri == "s3://models/demo/result"  # type: ignore[union-attr]
     assert len(scene.pods()) == 3, "finished pods stay for their logs"
     assert not any(cluster.all(DEPLOYMENT) for cluster in scene.world.clusters.values()), "the gateways are gone"

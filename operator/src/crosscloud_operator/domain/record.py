@@ -10,7 +10,7 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -163,7 +163,7 @@ class JobStatus:
     progress: ProgressSummary | None = None
     result: Result | None = None
     started_at: str | None = None
-    finished_at: str | None = field(default=None)
+    finished_at: str | None = None
 
     def condition(self, kind: str) -> Condition | None:
         return next((item for item in self.conditions if item.type == kind), None)

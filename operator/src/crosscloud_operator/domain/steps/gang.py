@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from crosscloud_operator.domain import record
 from crosscloud_operator.domain.actions import Failure, Fault, Lift
@@ -44,7 +45,9 @@ def binding(facts: Facts) -> Decision:
     if cause := cause_of_end(facts):
         return end_attempt(facts, cause)
     if all(pod.bound for pod in facts.pods):
-        status = with_attempt(facts.status, bound_at=record.rfc3339(facts.now))
+        time = record.rfc3339(facts.now)
+        status = with_attempt(facts.status, bound_at=time)
+        status = replace(status, started_at=status.started_at or time)
         return Decision(tell(facts, status, "Starting", "every pod has its node", running=True), again=True)
     unbound = [pod for pod in facts.pods if not pod.bound]
     late = facts.now > record.seconds(attempt.admitted_at or attempt.planned_at) + facts.settings.bind_timeout
