@@ -55,7 +55,7 @@ def test_bytes_are_shown_beside_what_dense_fp32_would_have_cost(view: View) -> N
     for replica in (0, 1):
         view.see(
             replica,
-            report(replica, 1, loss=5.0, wan_bytes_sent=2_000_000, wan_bytes_received=7, dense_bytes=160_000_000),
+            report(replica, 1, loss=5.0, wan_bytes_sent=2_000_000, wan_bytes_received=7, dense_bytes=80_000_000),
         )
     assert "WAN 4.0 MB sent; dense fp32: 160.0 MB (40x)" in status_line(view)
 

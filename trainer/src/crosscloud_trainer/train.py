@@ -75,7 +75,7 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
     torch.manual_seed(seed_of(training.seed, pod.replica, place.rank))  # of dropout: no two ranks drop alike
     trained = build_engine(model, place, steps)
     sizes = [parameter.elements for parameter in trained.index.parameters]
-    journal = Journal(steps, 2 * wan_bytes("None", sizes, len(run.replicas)))
+    journal = Journal(steps, wan_bytes("None", sizes, len(run.replicas)))
 
     with meet_replicas(place, trained, deadline) as meeting:
         diloco = build_diloco(place, trained, meeting, device)

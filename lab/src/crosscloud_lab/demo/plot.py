@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from crosscloud_lab.demo.follow import Story
+from crosscloud_lab.demo.follow import Sample, Story
+
+
+def reported(story: Story) -> list[Sample]:
+    """The samples at which the job's status told of new steps."""
+    rows: list[Sample] = []
+    for sample in story.samples:
+        if sample.loss is not None and (not rows or sample.step > rows[-1].step):
+            rows.append(sample)
+    return rows
 
 
 def draw(story: Story, path: Path) -> Path:
@@ -14,10 +23,10 @@ def draw(story: Story, path: Path) -> Path:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [sample for sample in story.samples if sample.loss is not None]
+    rows = reported(story)
     seconds = [sample.seconds for sample in rows]
     figure, (loss, wan) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    loss.plot(seconds, [sample.loss for sample in rows], color="#3b6fb6")
+    loss.plot(seconds, [sample.loss for sample in rows], color="#3b6fb6", marker="o", markersize=3)
     loss.set(title="Training loss", xlabel="seconds since `kubectl apply`", ylabel="nats per byte")
     wan.plot(seconds, [sample.dense_bytes / 1e6 for sample in rows], color="#b0b0b0", label="dense fp32 (computed)")
     wan.plot(seconds, [sample.wan_bytes / 1e6 for sample in rows], color="#d1495b", label="sent (at the interface)")

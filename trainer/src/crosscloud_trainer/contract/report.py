@@ -44,7 +44,7 @@ class Progress:
     validation_loss: float | None = rule(None)
     wan_bytes_sent: int = rule(0, minimum=0)
     wan_bytes_received: int = rule(0, minimum=0)
-    dense_bytes: int = rule(0, minimum=0)  # what fp32 all-reduce at every step would have sent and received so far
+    dense_bytes: int = rule(0, minimum=0)  # what fp32 all-reduce at every step would have sent so far
     skipped_steps: int = rule(0, minimum=0)
     digest: str | None = rule(None)
     waiting_for: tuple[int, ...] = rule(())

@@ -65,7 +65,7 @@ class View:
     def wan(self) -> tuple[int, int]:
         """Bytes that all replicas have sent over links, and what dense fp32 would have."""
         parts = [report.progress for report in self.reports.values()]
-        return sum(part.wan_bytes_sent for part in parts), sum(part.dense_bytes for part in parts) // 2
+        return sum(part.wan_bytes_sent for part in parts), sum(part.dense_bytes for part in parts)
 
     def tokens_per_second(self) -> float:
         return sum(report.progress.tokens_per_second for report in self.reports.values())
