@@ -52,9 +52,7 @@ class RunCollector(Collector):
         journal, progress = self._journal, self._journal.progress
         yield self._counter("tokens", "Tokens trained", progress.tokens)
         yield self._counter("skipped_steps", "Steps skipped for gradients that were not finite", progress.skipped_steps)
-        yield self._counter(
-            "dense_bytes", "What fp32 all-reduce at every step would have sent", progress.dense_bytes
-        )
+        yield self._counter("dense_bytes", "What fp32 all-reduce at every step would have sent", progress.dense_bytes)
         seconds = self._labelled("seconds", "Time by activity", "activity")
         for activity, value in journal.seconds.items():
             seconds.add_metric([*self._own, activity], max(0.0, value))
