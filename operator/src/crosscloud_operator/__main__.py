@@ -150,6 +150,7 @@ def _world(
         token_seconds=settings.token_seconds,
         wake=queue.wake,
         gpu_resource=jobs.gpu_resource,
+        gpu_product_label=jobs.gpu_product_label,
         hub_access=access,
     )
 

@@ -341,6 +341,21 @@ async def test_what_belongs_to_a_job_wakes_that_job_and_room_wakes_those_that_ha
     assert ("ml", "ended") not in at_work.woken
 
 
+async def test_pools_count_what_the_settings_call_a_gpu(
+    hub: HttpCluster, hub_api: ApiServer, east_api: ApiServer
+) -> None:
+    amount, ready = {"amd.com/gpu": "8"}, {"type": "Ready", "status": "True"}
+    meta = {"name": "n1", "labels": {"amd.com/gpu.product-name": "MI300X"}}
+    status = {"capacity": amount, "allocatable": amount, "conditions": [ready]}
+    east_api.request("POST", "/api/v1/nodes", {"metadata": meta, "spec": {}, "status": status})
+    names = {"gpu_resource": "amd.com/gpu", "gpu_product_label": "amd.com/gpu.product-name"}
+    async with running(hub, hub_api, **names) as found:
+        found.add("east", east_api.kubeconfig.read_text())
+        await found.ready("east")
+        pool = {"name": "MI300X", "gpu": "MI300X", "nodes": 1, "gpus": 8, "freeGpus": 8}
+        await until(lambda: found.status("east").get("nodePools") == [pool])
+
+
 async def test_only_our_config_maps_are_held(at_work: Running, east_api: ApiServer, namespace: str) -> None:
     for name, hub_id in (("ours", HUB_ID), ("of-another-hub", "else")):
         meta = {"name": name, "labels": {"crosscloud.dev/hub": hub_id}}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from crosscloud_operator.domain.inventory import GPU_PRODUCT, GPU_RESOURCE
+
 
 @dataclass(frozen=True)
 class JobSettings:
@@ -18,8 +20,8 @@ class JobSettings:
     trainer_image: str
     gateway_image: str
     image_pull_policy: str = "IfNotPresent"
-    gpu_resource: str = "nvidia.com/gpu"
-    gpu_product_label: str = "nvidia.com/gpu.product"
+    gpu_resource: str = GPU_RESOURCE
+    gpu_product_label: str = GPU_PRODUCT
     cluster_domain: str = "cluster.local"
     gateway_port: int = 7443
     admit_timeout: float = 60.0  # from the plan until every member has accepted every pod

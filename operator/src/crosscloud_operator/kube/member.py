@@ -48,6 +48,8 @@ class Member:
         hub_id: str,
         changed: Changed,
         contact_changed: Callable[[], None],
+        gpu_resource: str = inventory.GPU_RESOURCE,
+        gpu_product_label: str = inventory.GPU_PRODUCT,
         times: Times | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -55,6 +57,7 @@ class Member:
         self.cluster = HttpCluster(name, access)
         self.version = ""
         self.renewal_fault = ""
+        self._gpu_resource, self._gpu_product_label = gpu_resource, gpu_product_label
         self._contact_changed = contact_changed
         self._clock = clock
         self._replaced = asyncio.Event()
@@ -107,7 +110,8 @@ class Member:
         return max((item.last_contact for item in self.informers.values() if item.last_contact), default=None)
 
     def pools(self) -> Sequence[inventory.Pool]:
-        return inventory.pools(self.informers[NODE].objects(), self.informers[POD].objects())
+        nodes, pods = self.informers[NODE].objects(), self.informers[POD].objects()
+        return inventory.pools(nodes, pods, self._gpu_resource, self._gpu_product_label)
 
     def facts(self) -> Facts:
         fault = next((item.fault for item in self.informers.values() if item.fault), None)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from crosscloud_operator.domain import names, scheduling
+from crosscloud_operator.domain import inventory, names, scheduling
 from crosscloud_operator.kube import member_status
 from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.api import JOB, MEMBER, NODE, POD, SECRET, ApiError, Cache, Cluster, Kind, Obj, Ref
@@ -36,7 +36,8 @@ class KubeWorld:
         namespace: str,
         token_seconds: int,
         wake: Callable[[str, str], None],
-        gpu_resource: str = "nvidia.com/gpu",
+        gpu_resource: str = inventory.GPU_RESOURCE,
+        gpu_product_label: str = inventory.GPU_PRODUCT,
         hub_access: Callable[[], Access] | None = None,
         times: Times | None = None,
         clock: Callable[[], float] = time.time,
@@ -46,7 +47,7 @@ class KubeWorld:
         self._namespace = namespace
         self._token_seconds = token_seconds
         self._wake = wake
-        self._gpu_resource = gpu_resource
+        self._gpu_resource, self._gpu_product_label = gpu_resource, gpu_product_label
         self._hub_access = hub_access
         self._times = times
         self._clock = clock
@@ -187,6 +188,8 @@ class KubeWorld:
             hub_id=self._hub_id,
             changed=lambda kind, before, after: self._object_changed(name, kind, before, after),
             contact_changed=lambda: self._contact_changed(name),
+            gpu_resource=self._gpu_resource,
+            gpu_product_label=self._gpu_product_label,
             times=self._times,
             clock=self._clock,
         )
