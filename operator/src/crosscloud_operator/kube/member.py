@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from crosscloud_operator.domain import inventory
+from crosscloud_operator.domain import inventory, names
 from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.api import (
     CONFIG_MAP,
@@ -28,7 +28,7 @@ from crosscloud_operator.kube.credentials import SECRET_KEY, life_of
 from crosscloud_operator.kube.informer import Informer, Times
 from crosscloud_operator.kube.kubeconfig import KubeconfigRefused, render, vet
 from crosscloud_operator.kube.member_status import Facts
-from crosscloud_operator.kube.projection import HUB_LABEL, projection
+from crosscloud_operator.kube.projection import projection
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Member:
                 kind,
                 project=projection(kind),
                 changed=lambda before, after, kind=kind: changed(kind, before, after),  # type: ignore[misc]
-                selector=f"{HUB_LABEL}={hub_id}" if kind is CONFIG_MAP else None,
+                selector=f"{names.HUB}={hub_id}" if kind is CONFIG_MAP else None,
                 times=times,
                 contact_changed=contact_changed,
             )
