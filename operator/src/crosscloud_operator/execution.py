@@ -145,10 +145,7 @@ async def _ensure_keys(
     if found is not None and names.is_ours(found, job) and _same_owner(found, wanted):
         return None
     authority = await _authority(world, job, settings)
-    keys = {}
-    for pod in action.pods:
-        issued = authority.issue(identity(job.uid, pod.id))
-        keys[pod] = manifests.PodKeys(issued.certificate, issued.key)
+    keys = {pod: authority.issue(identity(job.uid, pod.id)) for pod in action.pods}
     obj = manifests.keys_secret(job, action.anchor_uid, action.attempt, authority.certificate, keys)
     return await _ensure(client, job, action.member, obj)
 

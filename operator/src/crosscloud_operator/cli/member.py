@@ -25,6 +25,7 @@ from crosscloud_operator.cli.common import (
     run,
 )
 from crosscloud_operator.cli.selector import parse_selector
+from crosscloud_operator.domain.record import rfc3339
 from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.api import (
     CLUSTER_ROLE,
@@ -42,7 +43,7 @@ from crosscloud_operator.kube.api import (
     Unreachable,
 )
 from crosscloud_operator.kube.cluster import HttpCluster
-from crosscloud_operator.kube.credentials import life_of, rfc3339
+from crosscloud_operator.kube.credentials import life_of
 from crosscloud_operator.kube.kubeconfig import KubeconfigRefused, render, vet
 
 TOKEN_SECONDS = 86_400

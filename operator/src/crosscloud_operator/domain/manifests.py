@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from crosscloud_operator.domain import names
 from crosscloud_operator.domain.documents import PlannedPod
 from crosscloud_operator.domain.names import JobId
 from crosscloud_trainer.contract import LINK_PORT, METRICS_PORT, PeerTable, RunDocument, dump_json
+from crosscloud_trainer.pki import PodCertificate
 
 Obj = dict[str, Any]
 
 RUN_KEY = "run.json"
 PEERS_KEY = "peers.json"
 AUTHORITY_KEY = "ca.crt"
-
-
-@dataclass(frozen=True)
-class PodKeys:
-    """A pod's certificate and private key, in PEM."""
-
-    certificate: bytes
-    key: bytes
 
 
 def anchor(job: JobId) -> Obj:
@@ -166,7 +158,9 @@ def peer_table(job: JobId, anchor_uid: str, table: PeerTable) -> Obj:
     return _config_map(metadata(job, anchor_uid, name, "peers", table.attempt), {PEERS_KEY: dump_json(table)})
 
 
-def keys_secret(job: JobId, anchor_uid: str, attempt: int, authority: bytes, keys: Mapping[PlannedPod, PodKeys]) -> Obj:
+def keys_secret(
+    job: JobId, anchor_uid: str, attempt: int, authority: bytes, keys: Mapping[PlannedPod, PodCertificate]
+) -> Obj:
     """The keys of one member's pods; each pod mounts only its own items."""
     data = {AUTHORITY_KEY: _base64(authority)}
     for pod, pair in keys.items():

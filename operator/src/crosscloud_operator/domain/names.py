@@ -138,7 +138,7 @@ def authority_secret(uid: str) -> str:
 
 def event(job: str, key: str) -> str:
     """One name per thing that is told, so that telling it twice makes one Event."""
-    return derived(job, f".{digest(key)}".replace(".", "-"))
+    return derived(job, f"-{digest(key)}")
 
 
 def host(job: str, pod_id: PodId, namespace: str, cluster_domain: str) -> str:

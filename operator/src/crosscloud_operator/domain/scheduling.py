@@ -12,7 +12,7 @@ from typing import Any
 Raw = Mapping[str, Any]
 
 _KEEPS_AWAY = ("NoSchedule", "NoExecute")
-_COUNT_SUFFIXES = {"k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20, "m": 0}
+_COUNT_SUFFIXES = {"k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
 
 
 def matches_labels(selector: Raw | None, labels: Mapping[str, str]) -> bool:

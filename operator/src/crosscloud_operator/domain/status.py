@@ -27,10 +27,6 @@ def with_condition(
     return replace(status, conditions=tuple(sorted((*others, changed), key=lambda item: item.type)))
 
 
-def without_condition(status: JobStatus, kind: str) -> JobStatus:
-    return replace(status, conditions=tuple(item for item in status.conditions if item.type != kind))
-
-
 def replica_status(index: int, report: Report | None, blocked: str | None) -> ReplicaStatus:
     """A replica's last word; `blocked` says why its pods don't start where it has spoken none."""
     if report is None:

@@ -4,10 +4,10 @@
     ├── NotFound        404
     ├── AlreadyExists   409 on create
     ├── Conflict        409 on a patch or delete: resourceVersion, UID or a JSON patch test no longer holds
-    ├── Refused         403 or 422: quota, LimitRange, Pod Security, webhook, RBAC, schema; carries the server's words
+    ├── Refused         403, 422, other 4xx: quota, LimitRange, Pod Security, webhook, RBAC, schema; the server's words
     └── Unreachable     no answer, time-out, 429, 5xx, expired credentials: nothing is known about what happened
 
-`HttpCluster` (kube/cluster.py) is the real form. Whatever passes tests/operator/conformance may take its place.
+`HttpCluster` (kube/cluster.py) is the real form. Whatever passes tests/operator_core/conformance.py may take its place.
 """
 
 from __future__ import annotations

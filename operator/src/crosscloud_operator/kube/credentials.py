@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import datetime
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -103,8 +102,3 @@ def _number(value: Any) -> float | None:
 def _account(subject: Any) -> tuple[str, str] | None:
     parts = subject.split(":") if isinstance(subject, str) else []
     return (parts[2], parts[3]) if len(parts) == 4 and parts[:2] == ["system", "serviceaccount"] else None
-
-
-def rfc3339(seconds: float) -> str:
-    """Wall-clock seconds as the API server writes times."""
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -11,6 +11,7 @@ import base64
 import binascii
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -95,9 +96,7 @@ def vet(text: str | bytes) -> Access:
 
 
 def render(access: Access, member: str, token: str) -> str:
-    """A kubeconfig that `vet` accepts: one context with a token, contents only. YAML (also JSON-like plain scalars)."""
-    from io import StringIO
-
+    """A kubeconfig that `vet` accepts: one context with a token, contents only."""
     cluster: dict[str, Any] = {"server": access.server}
     if access.ca:
         cluster["certificate-authority-data"] = base64.b64encode(access.ca.encode()).decode()

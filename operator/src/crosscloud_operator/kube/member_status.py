@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from crosscloud_operator.domain.inventory import Pool
+from crosscloud_operator.domain.record import rfc3339
 from crosscloud_operator.kube.api import ApiError, Obj, Refused
-from crosscloud_operator.kube.credentials import Life, Unusable, rfc3339
+from crosscloud_operator.kube.credentials import Life, Unusable
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ class Outcome:
 
 @dataclass
 class _Entry:
+    backoff: Backoff
     woken: asyncio.Event = field(default_factory=asyncio.Event)
-    backoff: Backoff = field(default_factory=lambda: Backoff(1.0, 60.0))
     working_since: float | None = None
     task: asyncio.Task[None] | None = None
 
@@ -60,7 +60,7 @@ class WorkQueue:
         key = (namespace, name)
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(backoff=self._backoff())
+            entry = self._entries[key] = _Entry(self._backoff())
             entry.task = asyncio.get_running_loop().create_task(self._run(key, entry), name=f"job {namespace}/{name}")
         entry.woken.set()
 
