@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from crosscloud_operator.domain import names
+from crosscloud_operator.domain.record import condition_in
 from crosscloud_operator.kube.api import CONFIG_MAP, Obj
 from crosscloud_operator.kube.credentials import life_of
 from crosscloud_operator.kube.workqueue import Outcome
@@ -209,10 +210,8 @@ def _reports(world: KubeWorld) -> dict[tuple[str, int], Report]:
 
 def _running(status: Mapping[str, Any]) -> tuple[str, float | None]:
     """Reason of the condition Running, and since when its status holds."""
-    for item in status.get("conditions") or ():
-        if item.get("type") == "Running":
-            return str(item.get("reason")), _seconds(item.get("lastTransitionTime"))
-    return "New", None
+    running = condition_in(status, "Running")
+    return (str(running.get("reason")), _seconds(running.get("lastTransitionTime"))) if running else ("New", None)
 
 
 def _number(value: Any) -> float | None:

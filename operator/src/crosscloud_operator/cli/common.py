@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -71,14 +71,17 @@ def checked_name(_context: click.Context, _parameter: click.Parameter, value: An
     return value
 
 
-def run(work: Callable[[], Awaitable[T]]) -> T:
-    """Run the asynchronous part of a command; API errors become one message."""
+def run(work: Coroutine[Any, Any, T], *clusters: HttpCluster) -> T:
+    """Run the asynchronous part of a command, then close its clusters; API errors become one message."""
 
-    async def guarded() -> T:
-        return await work()
+    async def closing() -> T:
+        try:
+            return await work
+        finally:
+            await asyncio.gather(*(cluster.close() for cluster in clusters))
 
     try:
-        return asyncio.run(guarded())
+        return asyncio.run(closing())
     except Refused as fault:
         raise Failed(f"refused by the API server: {fault.message}") from fault
     except NotFound as fault:

@@ -18,6 +18,7 @@ import fsspec
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from crosscloud_operator.cli.common import Failed, Hub, checked_name, console, hub_options, run
+from crosscloud_operator.domain.record import condition_in
 from crosscloud_operator.kube.api import JOB, SECRET, Cluster, Obj, Ref
 
 _STORAGE_NAMES = ("AWS_", "AZURE_", "GOOGLE_", "FSSPEC_")
@@ -56,14 +57,7 @@ def fetch(job: str, directory: Path, namespace: str, endpoint_url: str | None, h
             f"DIR: found {str(directory)!r}, which is there already; name a folder that isn't, or an empty one"
         )
     cluster = hub.cluster()
-
-    async def work() -> tuple[str, dict[str, str]]:
-        try:
-            return await _location(cluster, namespace, job)
-        finally:
-            await cluster.close()
-
-    uri, environment = run(work)
+    uri, environment = run(_location(cluster, namespace, job), cluster)
     if endpoint_url:
         environment["AWS_ENDPOINT_URL"] = endpoint_url
     use_environment(environment)
@@ -90,7 +84,7 @@ async def _location(cluster: Cluster, namespace: str, name: str) -> tuple[str, d
     status = job.get("status") or {}
     uri = (status.get("result") or {}).get("uri")
     if not uri:
-        running = next((item for item in status.get("conditions") or () if item["type"] == "Running"), None)
+        running = condition_in(status, "Running")
         state = f"{running['reason']}: {running['message']}" if running else "it was not looked at yet"
         raise Failed(f"JOB: {namespace}/{name} has no result yet ({state})")
     return str(uri), await _environment(cluster, namespace, job)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 from rich.console import Console
@@ -25,7 +26,7 @@ from crosscloud_operator.cli.common import (
     run,
 )
 from crosscloud_operator.cli.selector import parse_selector
-from crosscloud_operator.domain.record import rfc3339
+from crosscloud_operator.domain.record import condition_in, has_ended, rfc3339
 from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.api import (
     CLUSTER_ROLE,
@@ -47,7 +48,7 @@ from crosscloud_operator.kube.credentials import life_of
 from crosscloud_operator.kube.kubeconfig import KubeconfigRefused, render, vet
 
 TOKEN_SECONDS = 86_400
-LOCAL_HOSTS = ("localhost", "127.", "[::1]", "0.0.0.0")  # noqa: S104 - looked for, not listened at
+LOCAL_HOSTS = ("localhost", "127.", "::1", "0.0.0.0")  # noqa: S104 - looked for, not listened at
 
 
 @dataclass(frozen=True)
@@ -119,14 +120,7 @@ def add(name: str, kubeconfig: str, context: str | None, hub: Hub, **options: An
             f"found {wanted.server!r}; must be an address like https://host:6443", param_hint="--server"
         )
     on_hub, on_member = hub.cluster(), admin_cluster(name, kubeconfig, context)
-
-    async def work() -> None:
-        try:
-            await _add(wanted, on_hub, hub.namespace, on_member, console())
-        finally:
-            await asyncio.gather(on_hub.close(), on_member.close())
-
-    run(work)
+    run(_add(wanted, on_hub, hub.namespace, on_member, console()), on_hub, on_member)
 
 
 async def _add(wanted: Wanted, hub: HttpCluster, namespace: str, member: HttpCluster, out: Console) -> None:
@@ -152,20 +146,24 @@ async def _add(wanted: Wanted, hub: HttpCluster, namespace: str, member: HttpClu
     await _apply_all(hub, setup.hub_objects(wanted.name, namespace, text, allowed, gateway), wanted, out)
     if allowed is None:
         out.print("no namespace may be used yet: add it again with --allow-namespace or --allow-selector")
-    if any(part in access.server for part in LOCAL_HOSTS):
+    if (urlsplit(access.server).hostname or "").startswith(LOCAL_HOSTS):
         out.print(f"note: {access.server} is an address of this machine; if the operator runs elsewhere, give --server")
     if wanted.timeout > 0:
         await _wait(hub, wanted, life_of(access).expires, out)
 
 
 async def _checked_hub(hub: Cluster, name: str, namespace: str) -> Obj | None:
-    try:
-        await hub.list(MEMBER)
-    except NotFound as fault:
-        raise Failed(f"the hub does not know MemberClusters: {INSTALL}") from fault
+    await _members(hub)
     if await hub.get(Ref(NAMESPACE, namespace)) is None:
         raise Failed(f"--operator-namespace: the hub has no namespace {namespace!r}: {INSTALL}, or name the right one")
     return await hub.get(Ref(MEMBER, name))
+
+
+async def _members(hub: Cluster) -> Sequence[Obj]:
+    try:
+        return await hub.list(MEMBER)
+    except NotFound as fault:
+        raise Failed(f"the hub does not know MemberClusters: {INSTALL}") from fault
 
 
 def _allowed(wanted: Wanted, before: Mapping[str, Any]) -> Obj | None:
@@ -239,7 +237,7 @@ async def _wait(hub: Cluster, wanted: Wanted, expires: float | None, out: Consol
         while True:
             obj = await hub.get(Ref(MEMBER, wanted.name))
             status = (obj or {}).get("status") or {}
-            ready = _condition(status, "Ready")
+            ready = condition_in(status, "Ready")
             used = (status.get("credentials") or {}).get("expiresAt")
             if ready and ready["status"] == "True" and (mark is None or used == mark):
                 break
@@ -264,16 +262,7 @@ async def _wait(hub: Cluster, wanted: Wanted, expires: float | None, out: Consol
 def list_members(hub: Hub) -> None:
     """Show the members and what they have."""
     cluster = hub.cluster()
-
-    async def work() -> Sequence[Obj]:
-        try:
-            return await cluster.list(MEMBER)
-        except NotFound as fault:
-            raise Failed(f"the hub does not know MemberClusters: {INSTALL}") from fault
-        finally:
-            await cluster.close()
-
-    found = run(work)
+    found = run(_members(cluster), cluster)
     out = console()
     if not found:
         out.print("there is no member yet: `crosscloud member add NAME --kubeconfig FILE`")
@@ -286,7 +275,7 @@ def list_members(hub: Hub) -> None:
 
 def _row(obj: Obj) -> list[str]:
     status, spec = obj.get("status") or {}, obj["spec"]
-    ready = _condition(status, "Ready") or {"status": "Unknown", "reason": "NotSeenYet"}
+    ready = condition_in(status, "Ready") or {"status": "Unknown", "reason": "NotSeenYet"}
     allowed = spec.get("allowedNamespaces")
     names = None if allowed is None else setup.allowed_names(allowed)
     shown = "none" if allowed is None else ", ".join(names) if names is not None else "by labels"
@@ -318,16 +307,8 @@ def remove(name: str, force: bool, kubeconfig: str | None, context: str | None, 
     """
     on_hub = hub.cluster()
     on_member = admin_cluster(name, kubeconfig, context) if kubeconfig else None
-
-    async def work() -> None:
-        try:
-            await _remove(name, force, on_hub, hub.namespace, on_member, console())
-        finally:
-            await on_hub.close()
-            if on_member is not None:
-                await on_member.close()
-
-    run(work)
+    clusters = (on_hub, on_member) if on_member is not None else (on_hub,)
+    run(_remove(name, force, on_hub, hub.namespace, on_member, console()), *clusters)
 
 
 async def _remove(name: str, force: bool, hub: Cluster, namespace: str, member: Cluster | None, out: Console) -> None:
@@ -362,16 +343,8 @@ async def _remove_rights(member: Cluster, out: Console) -> None:
 
 def uses(job: Obj, member: str) -> bool:
     """Whether a job that has not ended has pods, or is promised nodes, in the member."""
-    status = job.get("status") or {}
-    if any(
-        item["type"] in ("Succeeded", "Failed") and item["status"] == "True" for item in status.get("conditions") or ()
-    ):
-        return False
-    return any(stage.get("member") == member for stage in status.get("plan") or ())
-
-
-def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
-    return next((item for item in status.get("conditions") or () if item["type"] == kind), None)
+    plan = (job.get("status") or {}).get("plan") or ()
+    return not has_ended(job) and any(stage.get("member") == member for stage in plan)
 
 
 def _title(obj: Obj) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from crosscloud_operator.cli.common import Failed, Hub, checked_name, console, hub_options, run
+from crosscloud_operator.domain.record import condition_in
 from crosscloud_operator.kube.api import JOB, Obj, Ref
 
 
@@ -22,14 +23,7 @@ from crosscloud_operator.kube.api import JOB, Obj, Ref
 def status(job: str, namespace: str, hub: Hub) -> None:
     """Show where JOB runs, how far each replica is, and what it waits for."""
     cluster = hub.cluster()
-
-    async def work() -> Obj | None:
-        try:
-            return await cluster.get(Ref(JOB, job, namespace))
-        finally:
-            await cluster.close()
-
-    found = run(work)
+    found = run(cluster.get(Ref(JOB, job, namespace)), cluster)
     if found is None:
         raise Failed(f"JOB: there is no job {job!r} in namespace {namespace!r}; `-n` names another namespace")
     show(found, console())
@@ -39,7 +33,7 @@ def show(job: Obj, out: Console) -> None:
     """Print a job's status for a person."""
     found = job.get("status") or {}
     meta = job["metadata"]
-    running = next((item for item in found.get("conditions") or () if item["type"] == "Running"), None)
+    running = condition_in(found, "Running")
     out.print(
         f"[bold]{meta['namespace']}/{meta['name']}[/bold]: {running['reason'] if running else 'not looked at yet'}"
     )

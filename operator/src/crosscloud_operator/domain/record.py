@@ -195,6 +195,17 @@ def write_status(status: JobStatus) -> dict[str, Any]:
     return typing.cast(dict[str, Any], dump(status))
 
 
+def condition_in(status: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
+    """The condition of this type in the plain JSON form of any object's status."""
+    return next((item for item in status.get("conditions") or () if item.get("type") == kind), None)
+
+
+def has_ended(job: Mapping[str, Any]) -> bool:
+    """Whether a job in its plain JSON form has succeeded or failed."""
+    found = (condition_in(job.get("status") or {}, kind) for kind in ("Succeeded", "Failed"))
+    return any(item is not None and item["status"] == "True" for item in found)
+
+
 def merge_diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON merge patch (RFC 7386) that makes `new` of `old`; empty where they are alike."""
     patch: dict[str, Any] = {key: None for key in old if key not in new}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from crosscloud_operator.domain.inventory import Pool
-from crosscloud_operator.domain.record import rfc3339
+from crosscloud_operator.domain.record import condition_in, rfc3339
 from crosscloud_operator.kube.api import ApiError, Obj, Refused
 from crosscloud_operator.kube.credentials import Life, Unusable
 
@@ -95,7 +95,7 @@ def _credentials(facts: Facts, now: float) -> _Condition:
 
 
 def _written(condition: _Condition, before: Obj, generation: int, now: float) -> Obj:
-    old = next((item for item in before.get("conditions") or () if item["type"] == condition.type), None)
+    old = condition_in(before, condition.type)
     same = old is not None and old["status"] == condition.status
     return {
         "type": condition.type,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from crosscloud_operator.domain import inventory, names, scheduling
+from crosscloud_operator.domain.record import has_ended
 from crosscloud_operator.kube import member_status
 from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.api import JOB, MEMBER, NODE, POD, SECRET, ApiError, Cache, Cluster, Kind, Obj, Ref
@@ -290,7 +291,7 @@ class KubeWorld:
     def _held(self, pod: Obj | None) -> tuple[str, int]:
         """Node and GPUs that a pod holds."""
         node = (pod or {}).get("spec", {}).get("nodeName") or ""
-        if pod is None or not node or pod["status"].get("phase") in ("Succeeded", "Failed"):
+        if pod is None or not node or pod["status"].get("phase") in inventory.ENDED:
             return "", 0
         count = scheduling.requested(pod["spec"], self._gpu_resource)
         return (node, count) if count else ("", 0)
@@ -323,7 +324,7 @@ class KubeWorld:
                 continue
             self._wake_all_at = None
             for job in self.jobs():
-                if not _ended(job):
+                if not has_ended(job):
                     self._wake(job["metadata"]["namespace"], job["metadata"]["name"])
 
     # -- helpers
@@ -345,11 +346,6 @@ class KubeWorld:
 
     def _member_object(self, name: str) -> Obj | None:
         return next((obj for obj in self.members() if obj["metadata"]["name"] == name), None)
-
-
-def _ended(job: Obj) -> bool:
-    conditions = (job.get("status") or {}).get("conditions") or ()
-    return any(item["type"] in ("Succeeded", "Failed") and item["status"] == "True" for item in conditions)
 
 
 def _secret(obj: Obj) -> Obj:
