@@ -11,6 +11,7 @@ from operator_core.players import Flaky, Lab, end_pod, job, lab
 
 from crosscloud_operator.domain.record import seconds
 from crosscloud_operator.kube.api import (
+    NODE,
     POD,
     SECRET,
 )
@@ -222,6 +223,20 @@ async def test_the_storage_secret_of_the_hub_is_copied_to_where_pods_need_it() -
     await scene.until(lambda: scene.status().attempt.number == 2 and scene.status().is_true("Running"))  # type: ignore[union-attr]
     for cluster in scene.world.clusters.values():
         assert cluster.find(SECRET, "demo-storage")["data"] == {"B": "eQ=="}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("gpus_east", "reason"), [(8, "Starting"), (4, "Waiting")])
+async def test_only_a_job_over_several_members_needs_addresses_of_nodes(gpus_east: int, reason: str) -> None:
+    scene = Lab(lab(gpus_east=gpus_east))
+    for cluster in scene.world.clusters.values():
+        for node in cluster.all(NODE):
+            cluster.change(node, addresses=[])
+    scene.submit(job())
+    for _ in range(10):
+        await scene.turn()
+    assert scene.reason() == reason
+    if reason == "Waiting":
+        assert "no ready node has an address" in scene.status().condition("Running").message  # type: ignore[union-attr]
 
 
 async def test_twenty_jobs_at_once_get_exactly_the_room_there_is() -> None:

@@ -32,9 +32,10 @@ def waiting(facts: Facts) -> Decision:
     if new or not _has_failed(facts.status):
         message = f"making Services and addresses ready in {', '.join(unprepared)}"
         status = tell(facts, status, "Preparing", message, placed=(False, "Preparing", message))
-    problems = [facts.sites[name].problem for name in unprepared if name in facts.sites and facts.sites[name].problem]
-    if problems:
-        return _wait(replace(facts, status=status), "NoGatewayAddress", "; ".join(map(str, problems)))
+    sites = [facts.sites.get(name, Site()) for name in unprepared]
+    problems = [site.problem for site in sites if site.problem]
+    if problems and _spans(placement):
+        return _wait(replace(facts, status=status), "NoGatewayAddress", "; ".join(problems))
     actions = [action for name in unprepared for action in _preparation(facts, name, placement)]
     return Decision(status, (EnsureAuthority(), *actions), again=True)
 
@@ -92,7 +93,7 @@ def _placement(facts: Facts) -> Placement:
 def _is_ready(facts: Facts, member: str, placement: Placement) -> bool:
     site = facts.sites.get(member, Site())
     recorded = any(item.name == member for item in facts.status.members)
-    gateway = site.gateway is not None or len(placement.members) == 1
+    gateway = site.gateway is not None or not _spans(placement)
     return recorded and site.anchor_uid is not None and site.has_pods_service and gateway
 
 
@@ -101,6 +102,10 @@ def _preparation(facts: Facts, member: str, placement: Placement) -> list[Action
     site = facts.sites.get(member, Site())
     if site.anchor_uid is None:
         return [Ensure(member, manifests.anchor(facts.job.id))]
-    spans = len(placement.members) > 1
-    made = manifests.services(facts.job.id, site.anchor_uid, facts.settings.gateway_port, gateway=spans)
+    made = manifests.services(facts.job.id, site.anchor_uid, facts.settings.gateway_port, gateway=_spans(placement))
     return [Ensure(member, obj) for obj in made]
+
+
+def _spans(placement: Placement) -> bool:
+    """Whether the job lies in several members: only then it needs gateways."""
+    return len(placement.members) > 1
