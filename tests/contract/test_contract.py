@@ -148,6 +148,40 @@ def test_every_valid_document_survives_writing_and_reading(kind: type) -> None:
     check()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xff",
+        "{",
+        "[" * 100_000,
+        json.dumps({"sequence": 1})[:-2] + "9" * 5000 + "}",
+        '{"sequence": ' + "9" * 400 + "}",
+        '{"progress": {"tokensPerSecond": ' + "9" * 400 + "}}",
+    ],
+)
+def test_whatever_a_pod_writes_into_its_report_is_one_kind_of_error(text: str | bytes) -> None:
+    with pytest.raises(InvalidDocument):
+        read_json(Report, text)
+
+
+def test_a_report_of_a_day_that_the_calendar_lacks_is_refused_by_name() -> None:
+    report = {
+        "apiVersion": contract.REPORT_VERSION,
+        "attempt": 1,
+        "home": 1,
+        "term": 0,
+        "view": 0,
+        "replica": 0,
+        "incarnation": 1,
+        "sequence": 1,
+        "activity": "Training",
+        "progress": {"step": 0, "totalSteps": 1, "round": 0, "tokens": 0},
+    }
+    assert read(Report, {**report, "time": "2028-02-29T23:59:59.999Z"}).attempt == 1
+    with pytest.raises(InvalidDocument, match=r"^time: "):
+        read(Report, {**report, "time": "2026-02-29T00:00:00Z"})
+
+
 def test_all_faults_are_named_at_once_with_path_value_and_what_is_allowed() -> None:
     bad = minimal()
     bad["replicas"] = 0

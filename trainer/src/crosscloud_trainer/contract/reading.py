@@ -95,11 +95,15 @@ def read(cls: type[T], data: Any, path: str = "") -> T:
 
 def read_json(cls: type[T], text: str | bytes) -> T:
     """Read JSON text as a `cls`. Raises InvalidDocument, also where the text is no JSON."""
+    return read(cls, parse_json(text))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The text's plain data. Raises InvalidDocument for whatever can't be read: others write some of the documents."""
     try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as fault:
+        return json.loads(text)
+    except (ValueError, RecursionError) as fault:  # no JSON, no UTF-8, a number of thousands of digits
         raise InvalidDocument([Problem("", str(text)[:60], f"must be JSON text ({fault})")]) from fault
-    return read(cls, data)
 
 
 def dump(obj: Any) -> Any:
@@ -228,6 +232,9 @@ def _read_scalar(kind: Any, limits: Rule, data: Any, path: str, problems: list[P
         else:
             problems.append(Problem(path, data, "must be a whole number like 50000, 200k, 200M, 1G or 2T"))
             return None
+    if isinstance(data, int) and abs(data) >= 2**64:
+        problems.append(Problem(path, data, "must fit into 64 bits"))
+        return None
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         data = float(data)
     if kind is int and isinstance(data, float) and data.is_integer() and not limits.quantity:

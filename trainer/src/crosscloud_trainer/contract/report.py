@@ -7,12 +7,20 @@ of rounds that the whole view has prepared.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 
+from crosscloud_trainer.contract.manifest import Fault
 from crosscloud_trainer.contract.reading import rule
 
 REPORT_VERSION = "report.crosscloud.dev/v1"
 REPORT_KEY = "report.json"  # the key in the ConfigMap
+# RFC 3339 in UTC
+_TIME = (
+    r"^[1-9][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+    r"T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?Z$"
+)
 
 
 class Activity(enum.Enum):
@@ -48,7 +56,7 @@ class Progress:
     skipped_steps: int = rule(0, minimum=0)
     digest: str | None = rule(None)
     waiting_for: tuple[int, ...] = rule(())
-    waiting_since: str | None = rule(None)  # RFC 3339
+    waiting_since: str | None = rule(None, pattern=_TIME)
 
 
 @dataclass(frozen=True)
@@ -71,10 +79,16 @@ class Report:
     replica: int = rule(minimum=0)
     incarnation: int = rule(minimum=1)
     sequence: int = rule(minimum=1)
-    time: str = rule()  # RFC 3339
+    time: str = rule(pattern=_TIME)
     activity: Activity = rule()
     progress: Progress = rule()
     completion: Completion | None = rule(None)
+
+    def check(self) -> Iterator[Fault]:
+        try:
+            datetime.fromisoformat(self.time)
+        except ValueError as fault:
+            yield "time", self.time, f"must be a time ({fault})"
 
     @property
     def rank(self) -> tuple[int, int, int, int]:

@@ -7,13 +7,12 @@ keys are in neither. A document of a newer version ends the trainer with `ExitCo
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from crosscloud_trainer.contract.manifest import Fault, Sync, Training
-from crosscloud_trainer.contract.reading import InvalidDocument, Problem, dump_json, read_json, rule
+from crosscloud_trainer.contract.reading import InvalidDocument, Problem, dump_json, parse_json, read, rule
 
 RUN_VERSION = "run.crosscloud.dev/v1"
 LINK_PORT = 7400  # the rank with local number k of a pod listens on LINK_PORT + k
@@ -125,23 +124,20 @@ class PeerTable:
 
 def read_run_document(text: str | bytes) -> RunDocument:
     """Raises ContractTooNew for another apiVersion, InvalidDocument for anything else that is wrong."""
-    _check_version(text)
-    return read_json(RunDocument, text)
+    return read(RunDocument, _of_this_version(text))
 
 
 def read_peer_table(text: str | bytes) -> PeerTable:
     """Raises ContractTooNew for another apiVersion, InvalidDocument for anything else that is wrong."""
-    _check_version(text)
-    return read_json(PeerTable, text)
+    return read(PeerTable, _of_this_version(text))
 
 
-def _check_version(text: str | bytes) -> None:
-    try:
-        data: Any = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as fault:
-        raise InvalidDocument([Problem("", str(text)[:60], f"must be JSON text ({fault})")]) from fault
+def _of_this_version(text: str | bytes) -> Any:
+    """The document's plain data, once its apiVersion is known."""
+    data = parse_json(text)
     version = data.get("apiVersion") if isinstance(data, dict) else None
     if isinstance(version, str) and version.startswith("run.crosscloud.dev/") and version != RUN_VERSION:
         raise ContractTooNew(version)
     if version != RUN_VERSION:
         raise InvalidDocument([Problem("apiVersion", version, f"must be {RUN_VERSION}")])
+    return data

@@ -7,12 +7,11 @@ certificate and the peer table, and says what differs where it refuses.
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from crosscloud_trainer.contract import InvalidDocument, dump_json, read_json
-from crosscloud_trainer.contract.reading import rule
+from crosscloud_trainer.contract import InvalidDocument, dump_json, read, read_json
+from crosscloud_trainer.contract.reading import parse_json, rule
 from crosscloud_trainer.link.errors import FrameError
 from crosscloud_trainer.link.frames import PROTOCOL_VERSION
 from crosscloud_trainer.link.session import Greeting
@@ -135,14 +134,14 @@ class Self:
 def read_hello(body: bytes) -> Hello | Refusal:
     """The peer's words; a refusal where it speaks another version of the protocol. Raises FrameError for garbage."""
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as fault:
-        raise FrameError("garbage", f"the handshake is no JSON ({fault})") from fault
+        data = parse_json(body)
+    except InvalidDocument as fault:
+        raise FrameError("garbage", "the handshake is no JSON") from fault
     version = data.get("protocol") if isinstance(data, dict) else None
     if isinstance(version, int) and version != PROTOCOL_VERSION:
         return Refusal(Reason.PROTOCOL, f"protocol: found version {version}, must be {PROTOCOL_VERSION}")
     try:
-        return read_json(Hello, body)
+        return read(Hello, data)
     except InvalidDocument as fault:
         raise FrameError("garbage", f"the handshake is not ours: {fault}".replace("\n", "; ")) from fault
 
@@ -150,7 +149,7 @@ def read_hello(body: bytes) -> Hello | Refusal:
 def read_refusal(body: bytes) -> Refusal:
     try:
         return read_json(Refusal, body)
-    except (InvalidDocument, RecursionError) as fault:
+    except InvalidDocument as fault:
         raise FrameError("garbage", "a refusal that can't be read") from fault
 
 
