@@ -96,8 +96,8 @@ def test_streams_survive_any_series_of_cuts_in_both_directions(
     connect(one, two)
     assert two.messages == [(b"1", body) for body in ours]
     assert one.messages == [(b"2", body) for body in theirs]
-    assert one.session.idle
-    assert two.session.idle
+    assert one.session.pending_bytes == 0
+    assert two.session.pending_bytes == 0
     assert one.session.pending_bytes == two.session.pending_bytes == 0
 
 

@@ -59,7 +59,7 @@ class Account:
 
     @property
     def client(self) -> ConfigMapClient:
-        return ConfigMapClient.in_cluster(self.folder / "token", self.folder / "ca.crt", self.environ)
+        return ConfigMapClient.in_cluster(self.folder, self.environ)
 
 
 def config_map(server: ApiServer, name: str, data: dict[str, str] | None = None) -> str:

@@ -92,8 +92,8 @@ def test_a_rank_that_lost_a_peer_is_not_the_cause_where_the_peer_explains_itself
     leave = "from crosscloud_trainer.environment import leave_message; import os, time, sys;"
     running, _ = group(
         tmp_path,
-        f"{leave} leave_message(os.environ, 71, 'a rank has gone'); sys.exit(71)",
-        f"{leave} time.sleep(0.5); leave_message(os.environ, 73, 'never finite'); sys.exit(73)",
+        f"{leave} leave_message(os.environ, 'a rank has gone'); sys.exit(71)",
+        f"{leave} time.sleep(0.5); leave_message(os.environ, 'never finite'); sys.exit(73)",
     )
     end = running.wait(NEVER, nothing)
     assert (end.code, end.message, end.rank) == (73, "rank 1: never finite", 1)

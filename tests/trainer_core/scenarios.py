@@ -11,6 +11,7 @@ from trainer_core.local_exchange import StoreExchange
 from trainer_core.tiny_llama import STEPS, batches, loss_of, model, optimizer_and_schedule
 
 from crosscloud_trainer.compress import codec_named
+from crosscloud_trainer.contract import OuterOptimizer
 from crosscloud_trainer.diloco import DiLoCo
 from crosscloud_trainer.engine import (
     Engine,
@@ -22,7 +23,6 @@ from crosscloud_trainer.engine import (
 )
 from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.layout import HolderMap
-from crosscloud_trainer.outer import OuterSettings
 
 
 def engine_of(stage: int, precision: Any = "fp32", **settings: Any) -> Engine:
@@ -47,7 +47,7 @@ def alone(device: torch.device, stage: int, precision: str, clip_norm: float | N
         exchange,
         codec_named("None"),
         inner_steps=7,
-        settings=OuterSettings(),
+        settings=OuterOptimizer(),
     )
     losses, digests = [], []
     for tokens in batches(engine.rank, STEPS):
@@ -85,7 +85,7 @@ def replica_of_a_job(
         exchange,
         codec_named(codec),
         inner_steps=2,
-        settings=OuterSettings(),
+        settings=OuterOptimizer(),
     )
     result: dict[str, list[Any]] = {"digests": [], "weights": [], "losses": [], "applied": []}
     for number, tokens in enumerate(batches(100 * replica + engine.rank, 2 * rounds), start=1):

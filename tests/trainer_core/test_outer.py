@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from trainer_core.strategies import compact, layouts, models
 
 from crosscloud_trainer.compress import weighted_mean
+from crosscloud_trainer.contract import OuterOptimizer
 from crosscloud_trainer.layout import Index, Interval
-from crosscloud_trainer.outer import OuterSettings, OuterState
+from crosscloud_trainer.outer import OuterState
 from crosscloud_trainer.shard import Shard, digest
 
 f32 = np.float32
@@ -25,7 +26,7 @@ def test_outer_steps_are_what_numpy_computes_to_the_bit(elements, rates):
         gradient = (generator.standard_normal(elements) * 1e-2).astype(f32)
         velocity = velocity * f32(momentum) + gradient
         weights = weights - (velocity * f32(momentum) + gradient) * f32(rate)
-        state = state.stepped(torch.from_numpy(gradient), OuterSettings(rate, momentum))
+        state = state.stepped(torch.from_numpy(gradient), OuterOptimizer(rate, momentum))
         assert state.weights.numpy().tobytes() == weights.tobytes()
         assert state.momentum.numpy().tobytes() == velocity.tobytes()
 
@@ -36,7 +37,7 @@ def test_outer_steps_agree_with_nesterov_sgd_of_torch():
     state = OuterState.at(weights.detach())
     for _ in range(5):
         weights.grad = torch.randn(999)
-        state = state.stepped(weights.grad, OuterSettings(0.7, 0.9))
+        state = state.stepped(weights.grad, OuterOptimizer(0.7, 0.9))
         sgd.step()
         torch.testing.assert_close(state.weights, weights.detach())
 

@@ -15,14 +15,14 @@ from trainer_core.reference import through
 from trainer_core.strategies import compact, layouts, models, whole
 
 from crosscloud_trainer.compress import codec_named
+from crosscloud_trainer.contract import OuterOptimizer
 from crosscloud_trainer.diloco import DigestMismatchError, DiLoCo, RoundReport
 from crosscloud_trainer.layout import Index, ReplicaLayout, contiguous_shard, split_shard
-from crosscloud_trainer.outer import OuterSettings
 from crosscloud_trainer.shard import Shard
 from crosscloud_trainer.sizes import cell_bytes
 
 f32 = np.float32
-OUTER = OuterSettings(0.7, 0.9)
+OUTER = OuterOptimizer(0.7, 0.9)
 
 
 class Rank(threading.Thread):

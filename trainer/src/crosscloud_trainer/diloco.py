@@ -26,12 +26,13 @@ from dataclasses import dataclass
 import torch
 
 from crosscloud_trainer.compress import Codec, EncodedCells, ErrorFeedback
-from crosscloud_trainer.compress.codec import MAX_MAGNITUDE
+from crosscloud_trainer.compress.codec import encodable
+from crosscloud_trainer.contract import OuterOptimizer
 from crosscloud_trainer.exchange import RoundExchange, RoundRequest
 from crosscloud_trainer.group import ReplicaGroup
 from crosscloud_trainer.holding import Holding
 from crosscloud_trainer.layout import ReplicaLayout
-from crosscloud_trainer.outer import OuterSettings, OuterState
+from crosscloud_trainer.outer import OuterState
 from crosscloud_trainer.schedule import ends_window
 from crosscloud_trainer.shard import DIGEST_BITS, Shard, digest
 
@@ -76,7 +77,7 @@ class DiLoCo:
         codec: Codec,
         *,
         inner_steps: int,
-        settings: OuterSettings,
+        settings: OuterOptimizer,
         error_feedback: bool = True,
     ) -> None:
         self.round = 0
@@ -105,7 +106,7 @@ class DiLoCo:
 
         At the end of a window, which the `last` step of a run ends early, it runs the round and returns its
         report: the shard's fp32 weights were rewritten then, and the working weights must follow. Raises
-        ExchangeError or DigestMismatchError, after which the attempt must end.
+        DigestMismatchError or what the exchange raises, after which the attempt must end.
         """
         self._steps += 1
         self._tokens += tokens
@@ -126,8 +127,7 @@ class DiLoCo:
 
     def _together(self, tokens: int) -> RoundReport:
         update = self.outer.weights.sub(self._shard.read())
-        bad = bool(update.numel()) and not bool((update.abs() <= MAX_MAGNITUDE).all())
-        refusals, tokens = self._group.total([int(bad), tokens])
+        refusals, tokens = self._group.total([int(not encodable(update)), tokens])
         payload = self._encode(update) if not refusals and tokens else None
         request = RoundRequest(self.round, tokens if payload else 0, payload, self.digest)
         answer = self._exchange.exchange(request)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ T = TypeVar("T")
 STATUS_FILE = "CROSSCLOUD_STATUS"  # local rank 0 keeps its status there
 DATA_FOLDER = "CROSSCLOUD_DATA"  # the tokens of this pod
 DEADLINE = "CROSSCLOUD_DEADLINE"  # of the start, on this host's monotonic clock
-ERROR_FILE = "CROSSCLOUD_ERROR_FILE"  # a rank that fails leaves its exit code and message there
+ERROR_FILE = "CROSSCLOUD_ERROR_FILE"  # a rank that fails leaves its message there
 PARENT = "CROSSCLOUD_PARENT_PID"  # whose end is the end of this process
 
 _START_DEADLINE = 300
@@ -85,7 +84,7 @@ class PodEnvironment:
             peers=Path(environ.get("CROSSCLOUD_PEERS", "/etc/crosscloud/peers/peers.json")),
             tls=Path(environ.get("CROSSCLOUD_TLS", "/etc/crosscloud/tls")),
             report=environ.get("CROSSCLOUD_REPORT"),
-            report_credentials=Path(environ.get("CROSSCLOUD_REPORT_CREDENTIALS", "/etc/crosscloud/report")),
+            report_credentials=report_credentials(environ),
             register=environ.get("CROSSCLOUD_REGISTER"),
             metrics_port=number("CROSSCLOUD_METRICS_PORT", METRICS_PORT, maximum=65535),
             master_port=number("CROSSCLOUD_MASTER_PORT", MASTER_PORT, minimum=1, maximum=65535),
@@ -98,6 +97,11 @@ class PodEnvironment:
         if problems:
             raise invalid(problems)
         return made
+
+
+def report_credentials(environ: Mapping[str, str]) -> Path:
+    """The folder with token and ca.crt for the API server of this pod's member."""
+    return Path(environ.get("CROSSCLOUD_REPORT_CREDENTIALS", "/etc/crosscloud/report"))
 
 
 @dataclass(frozen=True)
@@ -170,8 +174,8 @@ def die_with_parent(environ: Mapping[str, str], signal_number: int) -> None:
         os.kill(os.getpid(), signal_number)
 
 
-def leave_message(environ: Mapping[str, str], code: int, message: str) -> None:
+def leave_message(environ: Mapping[str, str], message: str) -> None:
     """Tell the launcher why this rank ends; it may read that even after a SIGKILL of the pod's other ranks."""
     path = environ.get(ERROR_FILE)
     if path is not None:
-        Path(path).write_text(json.dumps({"code": code, "message": message}))
+        Path(path).write_text(message)

@@ -7,10 +7,6 @@ from typing import Protocol
 from crosscloud_trainer.compress import EncodedCells
 
 
-class ExchangeError(Exception):
-    """A round that can't be completed, now or later: the attempt must end."""
-
-
 @dataclass(frozen=True)
 class RoundRequest:
     """One rank's part of a round. All ranks of a replica give the same `round`, `weight` and `digest`."""
@@ -53,8 +49,8 @@ class RoundExchange(Protocol):
         ...
 
     def exchange(self, request: RoundRequest) -> RoundResult:
-        """Blocks until the round's result of this rank's cells is here, over broken links too; ExchangeError
-        if it never will be.
+        """Blocks until the round's result of this rank's cells is here, over broken links too. Raises what ends
+        the attempt (a LinkError) if it never will be.
         """
         ...
 

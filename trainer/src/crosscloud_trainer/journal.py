@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from crosscloud_trainer.contract import Progress
-
-KINDS = ("payload", "result", "overhead")  # of bytes on the link
+from crosscloud_trainer.link.traffic import KINDS
 
 _RATE_STEPS = 50  # tokens per second are a mean over so many steps
 

@@ -92,8 +92,7 @@ class Meeting:
 
     def settle(self) -> None:
         """Return when the whole view has prepared the last round: only then may outsiders hear of it."""
-        if self.link is not None:
-            self.exchange.settle(COLLECTIVE_TIMEOUT.total_seconds())
+        self.exchange.settle(COLLECTIVE_TIMEOUT.total_seconds())
 
 
 def meet_replicas(place: Place, trained: engine.Engine, deadline: float) -> Meeting:

@@ -9,11 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class OuterSettings:
-    learning_rate: float = 0.7
-    momentum: float = 0.9
+from crosscloud_trainer.contract import OuterOptimizer
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,7 @@ class OuterState:
         """
         return OuterState(weights.clone(), torch.zeros_like(weights))
 
-    def stepped(self, gradient: torch.Tensor, settings: OuterSettings) -> "OuterState":
+    def stepped(self, gradient: torch.Tensor, settings: OuterOptimizer) -> "OuterState":
         """The state after a round whose agreed pseudo-gradient (outer weights minus new ones) is `gradient`.
 
         momentum' = mu momentum + gradient; weights' = weights - lr (gradient + mu momentum'): torch's form of

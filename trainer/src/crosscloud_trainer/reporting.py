@@ -128,7 +128,7 @@ def now() -> str:
 
 
 class Reporter:
-    """Sends the newest status: at once when the activity or the round changes, otherwise as often as the sink likes."""
+    """Sends the newest status: at once when the activity changes, otherwise as often as the sink likes."""
 
     def __init__(self, sink: Sink, identity: Identity, first: Status, log: Callable[[str], None]) -> None:
         self._sink, self._identity, self._log = sink, identity, log

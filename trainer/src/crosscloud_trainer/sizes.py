@@ -39,11 +39,6 @@ def payload_bytes(codec: str, parameters: Iterable[int]) -> int:
     return total
 
 
-def dense_bytes(parameters: Iterable[int]) -> int:
-    """Bytes of one whole update in fp32, without codec."""
-    return FP32_BYTES * sum(parameters)
-
-
 def wan_bytes(codec: str, parameters: Iterable[int], replicas: int) -> float:
     """Bytes that one of `replicas` equal replicas sends in a round, on average, without headers.
 

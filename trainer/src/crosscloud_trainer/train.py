@@ -29,7 +29,6 @@ from crosscloud_trainer.data.corpus import open_corpus
 from crosscloud_trainer.data.split import Split
 from crosscloud_trainer.diloco import DigestMismatchError, DiLoCo, RoundReport
 from crosscloud_trainer.environment import DATA_FOLDER, DEADLINE, STATUS_FILE, die_with_parent, leave_message
-from crosscloud_trainer.exchange import ExchangeError
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.journal import Journal
@@ -44,7 +43,6 @@ from crosscloud_trainer.meeting import (
     meet_replicas,
 )
 from crosscloud_trainer.models.presets import build_model
-from crosscloud_trainer.outer import OuterSettings
 from crosscloud_trainer.reporting import Status, StatusFile
 from crosscloud_trainer.schedule import steps_for, warmup_cosine
 from crosscloud_trainer.sizes import wan_bytes
@@ -164,7 +162,6 @@ def build_engine(model: torch.nn.Module, place: Place, steps: int) -> engine.Eng
 def build_diloco(place: Place, trained: engine.Engine, meeting: Meeting, device: torch.device) -> DiLoCo:
     """The outer loop as the manifest's `sync` has it."""
     sync = place.attempt.run.sync
-    outer = sync.outer_optimizer
     return DiLoCo(
         trained.layout,
         trained.shard,
@@ -172,7 +169,7 @@ def build_diloco(place: Place, trained: engine.Engine, meeting: Meeting, device:
         meeting.exchange,
         codec_named(sync.codec.value),
         inner_steps=sync.inner_steps,
-        settings=OuterSettings(outer.learning_rate, outer.momentum),
+        settings=sync.outer_optimizer,
         error_feedback=sync.error_feedback,
     )
 
@@ -279,8 +276,6 @@ def explained(fault: Exception) -> Failure:
         return fault
     if isinstance(fault, LinkError):
         return Failure(fault.exit_code, str(fault))
-    if isinstance(fault, ExchangeError):
-        return Failure(ExitCode.PEER_LOST, str(fault))
     if isinstance(fault, engine.TooManySkippedStepsError):
         return Failure(ExitCode.NON_FINITE, str(fault))
     if isinstance(fault, engine.EngineError):
@@ -307,7 +302,7 @@ def main() -> None:
     except Exception as fault:  # noqa: BLE001 - the edge: every end becomes an exit code and a message
         failure = explained(fault)
         code = failure.code
-        leave_message(environ, code, str(failure))
+        leave_message(environ, str(failure))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads of gloo and of a broken link must not hold up or change an end that is decided

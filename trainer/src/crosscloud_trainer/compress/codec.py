@@ -81,9 +81,14 @@ def check_payload(codec: Codec, data: torch.Tensor, lengths: Lengths) -> None:
         raise PayloadError(f"payload of {len(lengths)} cells in {codec.name} has values that are not finite")
 
 
+def encodable(values: torch.Tensor) -> bool:
+    """Whether all values are finite and within `MAX_MAGNITUDE`."""
+    return not values.numel() or bool((values.abs() <= MAX_MAGNITUDE).all())
+
+
 def check_values(values: torch.Tensor) -> None:
-    """Raises NonFiniteError unless all values are finite and within `MAX_MAGNITUDE`."""
-    if values.numel() and not bool((values.abs() <= MAX_MAGNITUDE).all()):
+    """Raises NonFiniteError unless all values are `encodable`."""
+    if not encodable(values):
         raise NonFiniteError("values to encode are NaN, infinite or larger than 2**127")
 
 

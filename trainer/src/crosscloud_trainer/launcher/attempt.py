@@ -108,9 +108,8 @@ class LocalJob:
         logs.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
         ports = free_ports([self.manifest.spec.gpus_of(replica) + 1 for replica in replicas])
-        run = self._run_document(number)
-        _write(folder / "run.json", dump_json(run))
-        _write(folder / "peers.json", dump_json(self._peer_table(number, ports)))
+        (folder / "run.json").write_text(dump_json(self._run_document(number)))
+        (folder / "peers.json").write_text(dump_json(self._peer_table(number, ports)))
         authority = CertificateAuthority.create(self.uid)
         pods: list[LocalPod] = []
         try:
@@ -232,7 +231,3 @@ def _hold(port: int, stack: ExitStack) -> bool:
 
 def _member(replica: int) -> str:
     return f"local-{replica}"
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)

@@ -148,9 +148,8 @@ def _sink(pod: PodEnvironment, environ: Mapping[str, str]) -> Sink:
     from crosscloud_trainer.membership.kube import ConfigMapClient  # HTTP only where there is an API server
 
     namespace, _, name = rest.partition("/")
-    credentials = pod.report_credentials
     try:
-        client = ConfigMapClient.in_cluster(credentials / "token", credentials / "ca.crt", environ)
+        client = ConfigMapClient.in_cluster(pod.report_credentials, environ)
     except OSError as fault:
         raise invalid([Problem("CROSSCLOUD_REPORT", pod.report, str(fault))]) from fault
     return ConfigMapSink(lambda data: client.patch(namespace, name, data))

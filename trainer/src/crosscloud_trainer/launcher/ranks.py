@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -147,13 +146,15 @@ class RankGroup:
 
     def _message(self, rank: int, code: int) -> str:
         try:
-            left = json.loads(self._errors[rank].read_text())
-            return f"rank {rank}: {left['message']}"
-        except (OSError, ValueError, KeyError):
-            if code > 128:
-                name = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else str(code - 128)
-                return f"rank {rank} was killed by {name}"
-            return f"rank {rank} ended with exit code {code}"
+            left = self._errors[rank].read_text(errors="replace")
+        except OSError:
+            left = ""
+        if left:
+            return f"rank {rank}: {left}"
+        if code > 128:
+            name = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else str(code - 128)
+            return f"rank {rank} was killed by {name}"
+        return f"rank {rank} ended with exit code {code}"
 
     def _reap(self) -> dict[int, int]:
         """Exit codes of ranks that ended. Orphans are reaped too, since in a container this process is PID 1."""

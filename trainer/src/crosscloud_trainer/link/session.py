@@ -79,18 +79,12 @@ class Session:
         self._limit = limit
         self.peer_number = 0
         self.received = 0  # frames of the other that are here
-        self.duplicates = 0
         self.pending_bytes = 0  # queued and not acknowledged
         self._frames: dict[int, DataFrame] = {}  # sent or not, not acknowledged, by sequence
         self._last = 0
         self._acknowledged = 0
         self._cursor = 1  # next sequence for the present connection
         self._assembly: _Assembly | None = None
-
-    @property
-    def idle(self) -> bool:
-        """Whether the other has all that was queued."""
-        return not self._frames
 
     def greeting(self) -> Greeting:
         return Greeting(self.number, self.peer_number, self.received)
@@ -157,7 +151,6 @@ class Session:
         Raises FrameError; nothing is taken then.
         """
         if header.sequence <= self.received:
-            self.duplicates += 1
             return None, None
         if header.sequence != self.received + 1:
             raise FrameError("garbage", f"frame {header.sequence} follows frame {self.received}")

@@ -3,7 +3,7 @@
 LinkError
 ├── RoundFailed      what a peer said can't belong to this view or round
 ├── Diverged         outer states that must be alike are not
-└── PeersMissing     (in link) not all were met, or have answered, in time
+└── PeerLost         another replica has not prepared the last round in time
 """
 
 from __future__ import annotations

@@ -49,13 +49,16 @@ class ConfigMapClient:
         self._seconds = seconds
 
     @staticmethod
-    def in_cluster(token: Path, ca: Path, environ: Mapping[str, str]) -> ConfigMapClient:
-        """The API server of the cluster that this pod runs in. Raises KubeError outside of one."""
+    def in_cluster(credentials: Path, environ: Mapping[str, str]) -> ConfigMapClient:
+        """The API server of the cluster that this pod runs in. `credentials` is the folder with token and ca.crt.
+
+        Raises KubeError outside of a cluster.
+        """
         host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host or not port.isdecimal():
             found = f"KUBERNETES_SERVICE_HOST is {host!r}, KUBERNETES_SERVICE_PORT {port!r}"
             raise KubeError(f"{found}; both are set in a pod, and ConfigMaps can be written from there only")
-        return ConfigMapClient(host, int(port), token, ca)
+        return ConfigMapClient(host, int(port), credentials / "token", credentials / "ca.crt")
 
     def get(self, namespace: str, name: str) -> ConfigMap:
         """Raises KubeError."""

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Protocol
 
 from crosscloud_trainer.contract import ExitCode, InvalidDocument, dump, dump_json, read, read_json
+from crosscloud_trainer.environment import report_credentials
 from crosscloud_trainer.link import LinkError
 from crosscloud_trainer.membership.kube import ConfigMapClient, KubeConflict
 from crosscloud_trainer.membership.view import VIEW_KEY, View, opened
-
-_CREDENTIALS = "/etc/crosscloud/report"
 
 
 class Conflict(Exception):
@@ -117,9 +116,8 @@ def register_from(text: str, environ: Mapping[str, str] = os.environ) -> Registe
     namespace, _, name = rest.partition("/")
     if kind != "configmap" or not namespace or not name:
         raise RegisterUnusable(f"register: found {text!r}; must be configmap:NAMESPACE/NAME or file:PATH")
-    credentials = Path(environ.get("CROSSCLOUD_REPORT_CREDENTIALS", _CREDENTIALS))
     try:
-        client = ConfigMapClient.in_cluster(credentials / "token", credentials / "ca.crt", environ)
+        client = ConfigMapClient.in_cluster(report_credentials(environ), environ)
     except OSError as fault:
         raise RegisterUnusable(str(fault)) from fault
     return ConfigMapRegister(client, namespace, name)
