@@ -9,6 +9,7 @@ from pathlib import Path
 from crosscloud_lab.binaries import Binaries
 from crosscloud_lab.labfile import POD_RANGE, SERVICE_RANGE
 from crosscloud_lab.layout import ClusterFiles
+from crosscloud_lab.packages import CNI_FOLDERS, cni_folder
 from crosscloud_lab.plan import ClusterPlan, NodePlan, node_labels
 from crosscloud_lab.sandbox import SHORT_STATE, Daemon
 
@@ -257,7 +258,7 @@ disabled_plugins = {disabled}
         SystemdCgroup = false
 
   [plugins."io.containerd.grpc.v1.cri".cni]
-    bin_dir = "/usr/lib/cni"
+    bin_dir = "{cni_folder() or CNI_FOLDERS[0]}"
     conf_dir = "{files.node(node) / "cni"}"
 """
 
