@@ -7,19 +7,18 @@ modules are folders in its repository, which the module doesn't carry.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from crosscloud_lab.errors import LabError
+from crosscloud_lab.paths import exclusive
 from crosscloud_lab.progress import Note, Progress
 
 KUBERNETES_VERSION = "v1.34.4"
@@ -124,13 +123,12 @@ class Binaries:
         """Builds whatever the cache lacks; safe when interrupted and when two labs start at once."""
         if not self.missing():
             return
-        self._work.mkdir(parents=True, exist_ok=True)
-        with _exclusive(self._work.parent / "go.lock"):
+        with exclusive(self._work.parent / "go.lock"):
             missing = self.missing()
             if not missing:
                 return
-            _require_space(self._work)
             self._work.mkdir(parents=True, exist_ok=True)
+            _require_space(self._work)
             go = GoToolchain(self._work, os.environ)
             go.prepare(progress)
             for number, unit in enumerate(missing, start=1):
@@ -302,11 +300,3 @@ def _require_space(folder: Path) -> None:
             f"building the Kubernetes binaries needs {_FREE_BYTES_TO_BUILD // 2**30} GiB in {folder}, "
             f"{free / 2**30:.1f} GiB are free: free some, or set XDG_CACHE_HOME to a larger disk"
         )
-
-
-@contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

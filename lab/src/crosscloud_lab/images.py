@@ -7,10 +7,8 @@ a second.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from crosscloud_lab.builder import Builder, BuildRequest, find_builder, superseded
@@ -18,7 +16,7 @@ from crosscloud_lab.cluster import Cluster
 from crosscloud_lab.components import SANDBOX_IMAGE
 from crosscloud_lab.errors import LabError
 from crosscloud_lab.lab import Lab
-from crosscloud_lab.paths import cache_dir
+from crosscloud_lab.paths import cache_dir, exclusive
 from crosscloud_lab.plan import NodePlan
 from crosscloud_lab.progress import Progress, default_progress
 from crosscloud_lab.recipe import TARGETS, image_names
@@ -38,7 +36,7 @@ def build_images(root: Path, progress: Progress | None = None) -> dict[str, Path
     archives = folder / "archives"
     names = image_names(root)
     wanted = {name: archives / f"{name.rpartition('/')[2].replace(':', '-')}.tar" for name in names.values()}
-    with _exclusive(folder):
+    with exclusive(folder / "lock"):
         archives.mkdir(parents=True, exist_ok=True)
         missing = {target: name for target, name in names.items() if not wanted[name].exists()}
         if missing:
@@ -59,7 +57,7 @@ def load_images(lab: Lab, archives: dict[str, Path], progress: Progress | None =
     """Brings images to every node of a lab that lacks them."""
     progress = progress or default_progress()
     folder = cache_dir() / "images"
-    with _exclusive(folder), progress.phase("load images into the nodes") as note:
+    with exclusive(folder / "lock"), progress.phase("load images into the nodes") as note:
         nodes = [(cluster, node) for cluster in lab.clusters() for node in cluster.plan.nodes]
         lacking = [(cluster, node) for cluster, node in nodes if _missing(cluster, node, archives)]
         if not lacking:
@@ -81,7 +79,7 @@ def load_archive(lab: Lab, source: str, clusters: Sequence[str] = (), progress: 
     chosen = [lab.cluster(name) for name in clusters] or lab.clusters()
     archive = Path(source)
     draft = folder / "loading.tar"
-    with _exclusive(folder):
+    with exclusive(folder / "lock"):
         try:
             if not archive.is_file():
                 builder = find_builder(folder, progress)
@@ -123,12 +121,3 @@ def _export(builder: Builder, name: str, archive: Path) -> None:
     draft.unlink(missing_ok=True)
     builder.export(name, draft)
     draft.rename(archive)
-
-
-@contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
-    """One build or load at a time."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

@@ -6,13 +6,12 @@ default. What the machine had before is kept in /run, which ends with a restart 
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from crosscloud_lab import cgroups
+from crosscloud_lab.paths import exclusive
 
 _WANTED = {"fs/inotify/max_user_instances": 8192, "fs/inotify/max_user_watches": 524288}
 
@@ -23,7 +22,7 @@ def raise_limits(record: Path = Path("/run/crosscloud-lab"), sysctls: Path = Pat
     low = {name: value for name, value in low.items() if value < _WANTED[name]}
     if not low:
         return
-    with _locked(record):
+    with exclusive(record / "lock"):
         before = _read(record)
         (record / "before.part").write_text(json.dumps(low | before))
         (record / "before.part").rename(record / "before.json")
@@ -35,7 +34,7 @@ def restore_limits(record: Path = Path("/run/crosscloud-lab"), sysctls: Path = P
     """Puts the limits back unless another lab is there."""
     if not record.is_dir() or any(cgroups.ledger_root().glob("crosscloud-*")):
         return
-    with _locked(record):
+    with exclusive(record / "lock"):
         for name, value in _read(record).items():
             (sysctls / name).write_text(str(value))
         (record / "before.json").unlink(missing_ok=True)
@@ -50,11 +49,3 @@ def _read(record: Path) -> dict[str, int]:
     except FileNotFoundError:
         return {}
     return found
-
-
-@contextmanager
-def _locked(record: Path) -> Iterator[None]:
-    record.mkdir(exist_ok=True)
-    with (record / "lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

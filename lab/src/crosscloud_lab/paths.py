@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -20,3 +22,12 @@ def state_dir(name: str, environ: Mapping[str, str] = os.environ) -> Path:
         return Path(override) / name
     base = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "crosscloud" / "labs" / name
+
+
+@contextmanager
+def exclusive(lock: Path) -> Iterator[None]:
+    """Holds a lock file, whose folder is made where it is missing; a second one waits."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
