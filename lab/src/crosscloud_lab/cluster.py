@@ -84,7 +84,7 @@ class Cluster:
             self._wait(self.kubelet(node), partial(self._node_ready, api, node, since))
             self._set_gpus(api, node)
         note("DNS")
-        self._wait(self.dns, self._dns_ready)
+        self._wait(self.dns, lambda: self._answers(components.COREDNS_READY_PORT, "/ready"))
         self._wait(self.proxy, lambda: self._answers(components.PROXY_HEALTH_PORT, "/healthz"))
         # Pods can't be created before the namespace's account and its authority exist.
         self._wait(self.controller_manager, lambda: self._default_account(api))
@@ -216,9 +216,6 @@ class Cluster:
                 return False
             raise
         return True
-
-    def _dns_ready(self) -> bool:
-        return self._answers(components.COREDNS_READY_PORT, "/ready")
 
     def _answers(self, port: int, path: str) -> bool:
         """Whether a component on the first node's address answers 200."""

@@ -76,7 +76,8 @@ class _Reader:
         fields = self._mapping("the lab file", "", value, ("name", "network", "clusters", "links"))
         name = self._name("name", fields.get("name", DEFAULT_NAME), _LAB_NAME, 30)
         network = self._network(fields.get("network", DEFAULT_NETWORK))
-        clusters = tuple(self._cluster(p, v) for p, v in self._clusters(fields.get("clusters")))
+        described = self._list("clusters", fields.get("clusters"), 1, MAX_CLUSTERS)
+        clusters = tuple(self._cluster(p, v) for p, v in described)
         names = [cluster.name for cluster in clusters]
         self._unique("clusters", names)
         entries = self._list("links", fields.get("links", []), 0, 1000)
@@ -89,9 +90,6 @@ class _Reader:
                 f"a range with 256 addresses for each of {len(clusters)} clusters and 256 more",
             )
         return LabSpec(name=name, network=network, clusters=clusters, links=links)
-
-    def _clusters(self, value: object) -> list[tuple[str, object]]:
-        return self._list("clusters", value, 1, MAX_CLUSTERS)
 
     def _cluster(self, path: str, value: object) -> ClusterSpec:
         fields = self._mapping(path, f"{path}.", value, ("name", "nodes"))

@@ -42,21 +42,8 @@ def connect_host(cluster: ClusterPlan, sandbox: Sandbox, lab: LabPlan) -> None:
     """Brings up a cluster's own addresses and its way to the host; changes nothing that is right already."""
     if not _has_interface(sandbox, HOST_INTERFACE):
         await_no_interface(cluster.host_interface)
-        pid = str(sandbox.pid())
-        run(
-            [
-                "ip",
-                "link",
-                "add",
-                cluster.host_interface,
-                "type",
-                "veth",
-                "peer",
-                HOST_INTERFACE,
-                "netns",
-                pid,
-            ]
-        )
+        inner = ["peer", HOST_INTERFACE, "netns", str(sandbox.pid())]
+        run(["ip", "link", "add", cluster.host_interface, "type", "veth", *inner])
     for name, value in _SYSCTLS.items():
         sandbox.run(["sh", "-c", f"[ ! -e /proc/sys/{name} ] || echo {value} > /proc/sys/{name}"])
     own = [f"{node.address}/32" for node in cluster.nodes]

@@ -35,7 +35,7 @@ CNI_PACKAGE = "containernetworking-plugins"
 CNI_FOLDERS = (Path("/usr/lib/cni"), Path("/usr/libexec/cni"))
 CNI_PLUGINS = ("bridge", "host-local", "portmap", "loopback")
 
-_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ELF_INTERPRETER = 3  # PT_INTERP of the program headers
 _POLICY = Path("/usr/sbin/policy-rc.d")
 _POLICY_TEXT = "#!/bin/sh\n# Written by crosscloud-lab for the time of one package installation.\nexit 101\n"
@@ -43,7 +43,7 @@ _POLICY_TEXT = "#!/bin/sh\n# Written by crosscloud-lab for the time of one packa
 
 def find_tool(name: str) -> str | None:
     """Where a program lies on the system's own path, which the clusters use."""
-    return shutil.which(name, path=_SYSTEM_PATH)
+    return shutil.which(name, path=SYSTEM_PATH)
 
 
 def cni_folder() -> Path | None:

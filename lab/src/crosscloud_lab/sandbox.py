@@ -18,6 +18,7 @@ from pathlib import Path
 
 from crosscloud_lab import cgroups
 from crosscloud_lab.errors import LabError
+from crosscloud_lab.packages import SYSTEM_PATH
 from crosscloud_lab.shell import run
 
 HIDDEN_FOLDERS = ("/run", "/var/lib", "/var/log", "/opt")
@@ -62,8 +63,6 @@ log=$2
 shift 2
 exec "$@" >>"$log" 2>&1 </dev/null
 """
-
-_DAEMON_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ class Sandbox:
         group.mkdir(parents=True, exist_ok=True)
         log = self.log(daemon)
         command = ["setsid", "--fork", "sh", "-c", _DAEMON_SCRIPT, "daemon", str(group), str(log)]
-        environment = {"PATH": _DAEMON_PATH, "HOME": "/root", "LANG": "C.UTF-8", **(env or {})}
+        environment = {"PATH": SYSTEM_PATH, "HOME": "/root", "LANG": "C.UTF-8", **(env or {})}
         run(self.enter([*command, *daemon.command]), env=environment)
         deadline = time.monotonic() + 10
         while not self.alive(daemon):

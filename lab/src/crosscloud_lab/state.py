@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,9 @@ class LabState:
         """The wanted state of every pair of clusters, in the order of the lab file."""
         saved = self.read("links.json", {})
         wanted = {}
-        names = spec.cluster_names()
-        for index, a in enumerate(names):
-            for b in names[index + 1 :]:
-                entry = saved.get(f"{a} {b}", {"rate": spec.rate(a, b), "cut": False})
-                wanted[a, b] = LinkState(rate=entry["rate"], cut=entry["cut"])
+        for a, b in combinations(spec.cluster_names(), 2):
+            entry = saved.get(f"{a} {b}", {"rate": spec.rate(a, b), "cut": False})
+            wanted[a, b] = LinkState(rate=entry["rate"], cut=entry["cut"])
         return wanted
 
     def save_links(self, links: dict[tuple[str, str], LinkState]) -> None:
