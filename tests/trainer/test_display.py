@@ -13,12 +13,12 @@ from trainer.jobs import manifest, written
 from crosscloud_trainer.contract import REPORT_VERSION, Activity, Completion, Outcome, Progress, Report
 from crosscloud_trainer.launcher.display import bytes_text, render, sparkline, status_line, summary_lines
 from crosscloud_trainer.launcher.manifest import read_manifest
-from crosscloud_trainer.launcher.view import Summary, View
+from crosscloud_trainer.launcher.state import RunState, Summary
 
 
 @pytest.fixture
-def view(tmp_path: Path) -> View:
-    made = View(read_manifest(written(tmp_path, manifest())), tmp_path)
+def state(tmp_path: Path) -> RunState:
+    made = RunState(read_manifest(written(tmp_path, manifest())), tmp_path)
     made.next_attempt()
     return made
 
@@ -40,67 +40,67 @@ def report(replica: int, sequence: int, **progress: object) -> Report:
     )
 
 
-def shown(view: View) -> str:
+def shown(state: RunState) -> str:
     console = Console(file=StringIO(), width=120, force_terminal=False)
-    console.print(render(view, 120))
+    console.print(render(state, 120))
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_before_the_first_report_all_replicas_are_starting(view: View) -> None:
-    assert status_line(view).startswith("replica 0: starting; replica 1: starting")
-    assert shown(view).count("0/?") == 2
+def test_before_the_first_report_all_replicas_are_starting(state: RunState) -> None:
+    assert status_line(state).startswith("replica 0: starting; replica 1: starting")
+    assert shown(state).count("0/?") == 2
 
 
-def test_bytes_are_shown_beside_what_dense_fp32_would_have_cost(view: View) -> None:
+def test_bytes_are_shown_beside_what_dense_fp32_would_have_cost(state: RunState) -> None:
     for replica in (0, 1):
-        view.see(
+        state.see(
             replica,
             report(replica, 1, loss=5.0, wan_bytes_sent=2_000_000, wan_bytes_received=7, dense_bytes=80_000_000),
         )
-    assert "WAN 4.0 MB sent; dense fp32: 160.0 MB (40x)" in status_line(view)
+    assert "WAN 4.0 MB sent; dense fp32: 160.0 MB (40x)" in status_line(state)
 
 
-def test_digests_are_compared_in_the_last_round_that_all_have_told_of(view: View) -> None:
-    view.see(0, report(0, 4, digest="aa"))
-    assert view.agreement() is None
-    view.see(0, report(0, 8, digest="bb"))
-    view.see(1, report(1, 4, digest="aa"))
-    assert view.agreement() == (1, True)
-    view.see(1, report(1, 8, digest="cc"))
-    assert view.agreement() == (2, False)
-    assert "digests DIFFERENT (round 2)" in shown(view)
+def test_digests_are_compared_in_the_last_round_that_all_have_told_of(state: RunState) -> None:
+    state.see(0, report(0, 4, digest="aa"))
+    assert state.agreement() is None
+    state.see(0, report(0, 8, digest="bb"))
+    state.see(1, report(1, 4, digest="aa"))
+    assert state.agreement() == (1, True)
+    state.see(1, report(1, 8, digest="cc"))
+    assert state.agreement() == (2, False)
+    assert "digests DIFFERENT (round 2)" in shown(state)
 
 
-def test_old_reports_and_those_of_other_attempts_change_nothing(view: View) -> None:
-    view.see(0, report(0, 5, loss=3.0))
-    view.see(0, report(0, 4, loss=9.0))
-    view.see(0, replace(report(0, 6, loss=9.0), attempt=2))
-    assert view.reports[0].progress.loss == 3.0
-    view.next_attempt()
-    assert view.reports == {}
+def test_old_reports_and_those_of_other_attempts_change_nothing(state: RunState) -> None:
+    state.see(0, report(0, 5, loss=3.0))
+    state.see(0, report(0, 4, loss=9.0))
+    state.see(0, replace(report(0, 6, loss=9.0), attempt=2))
+    assert state.reports[0].progress.loss == 3.0
+    state.next_attempt()
+    assert state.reports == {}
 
 
-def test_a_replica_that_waits_says_for_whom(view: View) -> None:
-    view.see(0, replace(report(0, 4, waiting_for=(1,)), activity=Activity.WAITING))
-    assert "waiting for replica 1" in shown(view)
+def test_a_replica_that_waits_says_for_whom(state: RunState) -> None:
+    state.see(0, replace(report(0, 4, waiting_for=(1,)), activity=Activity.WAITING))
+    assert "waiting for replica 1" in shown(state)
 
 
-def test_the_curve_keeps_the_whole_run_in_bounded_room(view: View) -> None:
+def test_the_curve_keeps_the_whole_run_in_bounded_room(state: RunState) -> None:
     for step in range(1, 5000):
-        view.see(0, report(0, step, loss=10.0 - step / 1000))
-    assert view.curve[0] == (1, 9.999)
-    assert view.curve[-1][0] == 4999
-    assert len(view.curve) <= 400
+        state.see(0, report(0, step, loss=10.0 - step / 1000))
+    assert state.curve[0] == (1, 9.999)
+    assert state.curve[-1][0] == 4999
+    assert len(state.curve) <= 400
 
 
-def test_the_summary_has_the_way_to_try_the_result(view: View) -> None:
+def test_the_summary_has_the_way_to_try_the_result(state: RunState) -> None:
     done = Completion(
         outcome=Outcome.SUCCEEDED, exit_code=0, message="", result_uri="/x/result", checkpoint_uri="/x/manifest.json"
     )
     for replica in (0, 1):
         last = report(replica, 8, loss=2.0, first_loss=5.0, validation_loss=2.5, digest="aa")
-        view.see(replica, replace(last, completion=done))
-    told = "\n".join(summary_lines(Summary.of(view)))
+        state.see(replica, replace(last, completion=done))
+    told = "\n".join(summary_lines(Summary.of(state)))
     assert "loss        5.000 → 2.000" in told
     assert "validation  2.500" in told
     assert "digests     equal in all replicas after 2 rounds" in told

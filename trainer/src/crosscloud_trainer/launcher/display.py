@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crosscloud_trainer.contract import Activity, dump
-from crosscloud_trainer.launcher.view import Summary, View
+from crosscloud_trainer.launcher.state import RunState, Summary
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LINE_SECONDS = 5.0
@@ -29,9 +29,9 @@ class Display(Protocol):
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
-    def attempt(self, view: View) -> None: ...
-    def progress(self, view: View) -> None: ...
-    def failure(self, view: View, message: str, *, last: bool) -> None: ...
+    def attempt(self, state: RunState) -> None: ...
+    def progress(self, state: RunState) -> None: ...
+    def failure(self, state: RunState, message: str, *, last: bool) -> None: ...
     def finish(self, summary: Summary) -> None: ...
 
 
@@ -55,18 +55,18 @@ class JsonLines:
     def __exit__(self, *_: object) -> None:
         return
 
-    def attempt(self, view: View) -> None:
+    def attempt(self, state: RunState) -> None:
         self._seen.clear()
-        self._emit("attempt", name=view.manifest.name, attempt=view.attempt, logs=str(view.logs.resolve()))
+        self._emit("attempt", name=state.manifest.name, attempt=state.attempt, logs=str(state.logs.resolve()))
 
-    def progress(self, view: View) -> None:
-        for replica, report in view.reports.items():
+    def progress(self, state: RunState) -> None:
+        for replica, report in state.reports.items():
             if self._seen.get(replica) != report.rank:
                 self._seen[replica] = report.rank
                 self._emit("report", **dump(report))
 
-    def failure(self, view: View, message: str, *, last: bool) -> None:
-        self._emit("failure", attempt=view.attempt, message=message, last=last)
+    def failure(self, state: RunState, message: str, *, last: bool) -> None:
+        self._emit("failure", attempt=state.attempt, message=message, last=last)
 
     def finish(self, summary: Summary) -> None:
         self._emit("finish", **asdict(summary), ratio=summary.ratio)
@@ -89,22 +89,24 @@ class PlainLines:
     def __exit__(self, *_: object) -> None:
         return
 
-    def attempt(self, view: View) -> None:
+    def attempt(self, state: RunState) -> None:
         self._write(
-            f"{view.manifest.name}: attempt {view.attempt}, {len(view.replicas)} replica(s); logs in {view.logs}"
+            f"{state.manifest.name}: attempt {state.attempt}, {len(state.replicas)} replica(s); logs in {state.logs}"
         )
 
-    def progress(self, view: View) -> None:
+    def progress(self, state: RunState) -> None:
         if time.monotonic() - self._last_time < _LINE_SECONDS:
             return
         self._last_time = time.monotonic()
-        line = status_line(view)
+        line = status_line(state)
         if line != self._last_line:
             self._last_line = line
             self._write(line)
 
-    def failure(self, view: View, message: str, *, last: bool) -> None:
-        self._write(f"error: attempt {view.attempt} ended: {message}" + ("" if last else "\nstarting the next attempt"))
+    def failure(self, state: RunState, message: str, *, last: bool) -> None:
+        self._write(
+            f"error: attempt {state.attempt} ended: {message}" + ("" if last else "\nstarting the next attempt")
+        )
 
     def finish(self, summary: Summary) -> None:
         for line in summary_lines(summary):
@@ -129,14 +131,14 @@ class LiveDisplay:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def attempt(self, view: View) -> None:
-        self.progress(view)
+    def attempt(self, state: RunState) -> None:
+        self.progress(state)
 
-    def progress(self, view: View) -> None:
-        self._live.update(render(view, self._console.width))
+    def progress(self, state: RunState) -> None:
+        self._live.update(render(state, self._console.width))
 
-    def failure(self, view: View, message: str, *, last: bool) -> None:
-        self._console.print(Text(f"error: attempt {view.attempt} ended: {message}", style="red"))
+    def failure(self, state: RunState, message: str, *, last: bool) -> None:
+        self._console.print(Text(f"error: attempt {state.attempt} ended: {message}", style="red"))
         if not last:
             self._console.print("starting the next attempt")
 
@@ -146,15 +148,15 @@ class LiveDisplay:
             self._console.print(line)
 
 
-def render(view: View, width: int) -> Group:
+def render(state: RunState, width: int) -> Group:
     """The live display as a value."""
     table = Table.grid(padding=(0, 1))
-    for replica in view.replicas:
-        progress = view.progress(replica)
+    for replica in state.replicas:
+        progress = state.progress(replica)
         done, total = (progress.step, progress.total_steps) if progress else (0, 0)
         loss = f"loss {progress.loss:.3f}" if progress and progress.loss is not None else ""
         rate = f"{progress.tokens_per_second:,.0f} tokens/s" if progress and done else ""
-        ranks = view.manifest.spec.gpus_of(replica)
+        ranks = state.manifest.spec.gpus_of(replica)
         table.add_row(
             f"replica {replica}",
             f"{ranks} rank{'s' if ranks > 1 else ''}",
@@ -162,33 +164,33 @@ def render(view: View, width: int) -> Group:
             f"{done}/{total or '?'}",
             loss,
             rate,
-            Text(activity_words(view, replica), style="yellow" if view.activity(replica) is Activity.WAITING else ""),
+            Text(activity_words(state, replica), style="yellow" if state.activity(replica) is Activity.WAITING else ""),
         )
-    title = Text(f"{view.manifest.name}, attempt {view.attempt}", style="bold")
+    title = Text(f"{state.manifest.name}, attempt {state.attempt}", style="bold")
     parts: list[Any] = [title, table]
-    if len(view.curve) > 1:
+    if len(state.curve) > 1:
         parts.append(
-            f"loss  {sparkline([loss for _, loss in view.curve], max(10, min(60, width - 30)))}"
-            f"  {view.curve[0][1]:.3f} → {view.curve[-1][1]:.3f}"
+            f"loss  {sparkline([loss for _, loss in state.curve], max(10, min(60, width - 30)))}"
+            f"  {state.curve[0][1]:.3f} → {state.curve[-1][1]:.3f}"
         )
-    parts.append(f"WAN   {wan_words(view)}")
-    agreement = agreement_words(view)
+    parts.append(f"WAN   {wan_words(state)}")
+    agreement = agreement_words(state)
     if agreement:
         parts.append(f"state {agreement}")
     return Group(*parts)
 
 
-def status_line(view: View) -> str:
+def status_line(state: RunState) -> str:
     """The run in one line."""
     parts = []
-    for replica in view.replicas:
-        progress = view.progress(replica)
+    for replica in state.replicas:
+        progress = state.progress(replica)
         if progress and progress.loss is not None:
             parts.append(f"replica {replica}: step {progress.step}/{progress.total_steps}, loss {progress.loss:.3f}")
         else:
-            parts.append(f"replica {replica}: {activity_words(view, replica)}")
-    parts += [f"{view.tokens_per_second():,.0f} tokens/s", f"WAN {wan_words(view)}"]
-    agreement = agreement_words(view)
+            parts.append(f"replica {replica}: {activity_words(state, replica)}")
+    parts += [f"{state.tokens_per_second():,.0f} tokens/s", f"WAN {wan_words(state)}"]
+    agreement = agreement_words(state)
     return "; ".join([*parts, agreement] if agreement else parts)
 
 
@@ -214,22 +216,22 @@ def summary_lines(summary: Summary) -> list[str]:
     return lines
 
 
-def activity_words(view: View, replica: int) -> str:
-    activity, progress = view.activity(replica), view.progress(replica)
+def activity_words(state: RunState, replica: int) -> str:
+    activity, progress = state.activity(replica), state.progress(replica)
     if activity is Activity.WAITING and progress is not None and progress.waiting_for:
         return "waiting for replica " + ", ".join(map(str, progress.waiting_for))
     return activity.value.lower()
 
 
-def wan_words(view: View) -> str:
-    wan, dense = view.wan()
+def wan_words(state: RunState) -> str:
+    wan, dense = state.wan()
     if not wan:
-        return "nothing yet" if len(view.replicas) > 1 else "nothing crosses: there is one replica"
+        return "nothing yet" if len(state.replicas) > 1 else "nothing crosses: there is one replica"
     return f"{bytes_text(wan)} sent; dense fp32: {bytes_text(dense)} ({dense / wan:,.0f}x)"
 
 
-def agreement_words(view: View) -> str:
-    agreement = view.agreement()
+def agreement_words(state: RunState) -> str:
+    agreement = state.agreement()
     if agreement is None:
         return ""
     number, equal = agreement

@@ -23,7 +23,7 @@ from crosscloud_trainer.failures import Failure, invalid
 from crosscloud_trainer.launcher.attempt import LocalJob, LocalPod
 from crosscloud_trainer.launcher.display import Display, chosen_display
 from crosscloud_trainer.launcher.manifest import read_manifest
-from crosscloud_trainer.launcher.view import Summary, View
+from crosscloud_trainer.launcher.state import RunState, Summary
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 30.0
@@ -68,37 +68,37 @@ def _storage_uri(spec: JobSpec, folder: Path, *, given: bool) -> str:
 
 def _run_attempts(job: LocalJob, display: Display, interrupt: _Interrupt) -> int:
     spec = job.manifest.spec
-    view = View(job.manifest, job.logs)
+    state = RunState(job.manifest, job.logs)
     failed = never_ran = 0
     with display:
         while True:
-            view.next_attempt()
-            display.attempt(view)
-            code, message = _run_attempt(job, view, display, interrupt)
+            state.next_attempt()
+            display.attempt(state)
+            code, message = _run_attempt(job, state, display, interrupt)
             if code == ExitCode.SUCCEEDED:
-                display.finish(Summary.of(view))
+                display.finish(Summary.of(state))
                 return code
             if interrupt.number:
-                display.failure(view, "interrupted: all processes have ended", last=True)
+                display.failure(state, "interrupted: all processes have ended", last=True)
                 return 128 + interrupt.number
             failed, never_ran = (failed + 1, 0) if counted(code) else (failed, never_ran + 1)
             last = not retryable(code) or failed >= spec.failure_policy.attempts or never_ran >= _NEVER_RAN_LIMIT
-            display.failure(view, message, last=last)
+            display.failure(state, message, last=last)
             if last:
                 return code
 
 
-def _run_attempt(job: LocalJob, view: View, display: Display, interrupt: _Interrupt) -> tuple[int, str]:
+def _run_attempt(job: LocalJob, state: RunState, display: Display, interrupt: _Interrupt) -> tuple[int, str]:
     """Exit code and message of one attempt. No process of it is left."""
-    pods = job.start(view.attempt)
+    pods = job.start(state.attempt)
     try:
         while True:
             if interrupt.number:
                 return ExitCode.TERMINATED, "interrupted"
             codes = {pod.replica: pod.exit_code() for pod in pods}
             for pod in pods:
-                view.see(pod.replica, pod.report())
-            display.progress(view)
+                state.see(pod.replica, pod.report())
+            display.progress(state)
             lost = [pod for pod in pods if codes[pod.replica]]
             if lost:
                 first = lost[0]

@@ -11,7 +11,7 @@ from crosscloud_trainer.launcher.manifest import Manifest
 _CURVE_POINTS = 400
 
 
-class View:
+class RunState:
     """Mutable; one thread uses it."""
 
     def __init__(self, manifest: Manifest, logs: Path) -> None:
@@ -95,14 +95,14 @@ class Summary:
         return self.dense_bytes / self.wan_bytes if self.wan_bytes else None
 
     @classmethod
-    def of(cls, view: View) -> Summary:
-        parts = [view.reports[replica].progress for replica in view.replicas if replica in view.reports]
-        wan, dense = view.wan()
-        agreement = view.agreement()
-        completion = view.reports[0].completion if 0 in view.reports else None
+    def of(cls, state: RunState) -> Summary:
+        parts = [state.reports[replica].progress for replica in state.replicas if replica in state.reports]
+        wan, dense = state.wan()
+        agreement = state.agreement()
+        completion = state.reports[0].completion if 0 in state.reports else None
         return cls(
-            name=view.manifest.name,
-            attempts=view.attempt,
+            name=state.manifest.name,
+            attempts=state.attempt,
             steps=max((part.step for part in parts), default=0),
             tokens=sum(part.tokens for part in parts),
             first_loss=_mean([part.first_loss for part in parts]),
