@@ -86,12 +86,14 @@ def test_an_image_goes_by_its_digest_then_its_tag_then_the_charts_version() -> N
 
 
 def test_the_operator_understands_the_environment_that_the_chart_gives_it() -> None:
-    settings = ("settings.hubId=blue", "settings.bindTimeout=7", "gateway.image.tag=g", "trainer.image.tag=t")
+    images = ("gateway.image.tag=g", "trainer.image.tag=t", "gateway.image.pullPolicy=Always")
+    settings = ("settings.hubId=blue", "settings.bindTimeout=7", *images)
     (container,) = only(rendered(*settings), "Deployment")["spec"]["template"]["spec"]["containers"]
     environment = {item["name"]: item.get("value", "by-the-downward-api") for item in container["env"]}
     read = read_settings(environment)
     assert (read.jobs.hub, read.jobs.bind_timeout) == ("blue", 7)
     assert (read.jobs.gateway_image, read.jobs.trainer_image) == ("crosscloud-gateway:g", "crosscloud-trainer:t")
+    assert (read.jobs.gateway_pull_policy, read.jobs.trainer_pull_policy) == ("Always", "IfNotPresent")
     assert read.http_port == container["ports"][0]["containerPort"]
     given = {"namespace", "identity", "http_port", "log_level"} | {"hub", "operator_namespace", "http_host"}
     known = {f"CROSSCLOUD_{name.upper()}" for name in (*given, *vars(read.jobs))} | {

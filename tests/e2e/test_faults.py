@@ -9,7 +9,7 @@ from cloud import Cloud, tiny_job, wait_for
 
 
 def test_a_killed_pod_ends_the_attempt_and_the_next_one_succeeds(cloud: Cloud) -> None:
-    cloud.apply("hub", tiny_job("mortal", replicas=2, gpus=2, tokens=200_000))
+    cloud.apply("hub", tiny_job("mortal", replicas=2, gpus=2, tokens=100_000))
     cloud.wait_for_reason("mortal", "Training", seconds=400)
     victim = cloud.pods("mortal", "east") or cloud.pods("mortal", "west")
     where = "east" if cloud.pods("mortal", "east") else "west"

@@ -198,8 +198,12 @@ def test_the_fetched_result_is_a_transformers_model_that_writes_text(run: Run, c
 
 def test_a_finished_job_leaves_its_gpus_free_and_its_logs_readable(run: Run, cloud: Cloud) -> None:
     assert all(pod["status"]["phase"] == "Succeeded" for pod in run.pods)
-    member = json.loads(cloud.kubectl("hub", "get", "mcl", "east", "-o", "json"))
-    assert member["status"]["freeGpus"] == member["status"]["gpus"] == 4
+
+    def free() -> bool:
+        status = json.loads(cloud.kubectl("hub", "get", "mcl", "east", "-o", "json"))["status"]
+        return bool(status["freeGpus"] == status["gpus"] == 4)
+
+    wait_for("the GPUs of east to be free", free, seconds=60)
     logs = cloud.kubectl("east", "logs", "-n", "ml", run.pods[0]["metadata"]["name"], "-c", "trainer")
     assert logs.strip()
 

@@ -21,6 +21,7 @@ from crosscloud_lab.errors import LabError
 from crosscloud_lab.images import build_images, load_archive
 from crosscloud_lab.lab import Lab, LabStatus, remove_lab
 from crosscloud_lab.labfile import DEFAULT_NAME, check_lab_name
+from crosscloud_lab.packages import CLUSTER_TOOLS, IMAGE_TOOLS, TEST_TOOLS, ensure_packages
 from crosscloud_lab.paths import cache_dir
 from crosscloud_lab.progress import default_progress
 
@@ -172,6 +173,15 @@ def build(root: Path) -> None:
 def build_binaries() -> None:
     """Build the Kubernetes binaries into the cache, if they aren't there."""
     Binaries(cache_dir()).ensure(default_progress())
+
+
+@main.command("install-packages")
+@_told
+def install_packages() -> None:
+    """Install the system packages that clusters, images and the tests need, where there is apt."""
+    preflight.require_root()
+    for tools in (CLUSTER_TOOLS, IMAGE_TOOLS, TEST_TOOLS):
+        ensure_packages(tools, default_progress())
 
 
 @main.command()

@@ -30,6 +30,7 @@ CLUSTER_TOOLS = {
     "setsid": "util-linux",
 }
 IMAGE_TOOLS = {"buildah": "buildah", "debootstrap": "debootstrap", "ctr": "containerd"}
+TEST_TOOLS = {"prometheus": "prometheus", "promtool": "prometheus", "haproxy": "haproxy"}
 CNI_PACKAGE = "containernetworking-plugins"
 # /opt/cni/bin, where some put them, is hidden in the clusters' sandboxes.
 CNI_FOLDERS = (Path("/usr/lib/cni"), Path("/usr/libexec/cni"))
