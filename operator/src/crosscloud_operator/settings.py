@@ -121,9 +121,10 @@ def _job_settings(reader: _Reader, namespace: str) -> JobSettings:
     if hub and not _LABEL_VALUE.fullmatch(hub):
         reader.problems.append(f"{PREFIX}HUB_ID: found {hub!r}; must be a label's value (63 characters at most)")
     values["hub"] = hub
-    for name in ("trainer_image", "gateway_image"):
-        values[name] = reader.text(name.upper(), "", _IMAGE, "an image, as in a pod")
-    values["image_pull_policy"] = reader.choice("IMAGE_PULL_POLICY", JobSettings.image_pull_policy, PULL_POLICIES)
+    for name in ("trainer", "gateway"):
+        values[f"{name}_image"] = reader.text(f"{name.upper()}_IMAGE", "", _IMAGE, "an image, as in a pod")
+        policy = f"{name}_pull_policy"
+        values[policy] = reader.choice(policy.upper(), getattr(JobSettings, policy), PULL_POLICIES)
     # The rest is taken as the dataclass has it: numbers are times or a port, texts are names.
     for field in dataclasses.fields(JobSettings):
         if field.name in values:

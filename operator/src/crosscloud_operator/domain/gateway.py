@@ -81,7 +81,7 @@ def gateway(
     container = {
         "name": names.GATEWAY,
         "image": settings.gateway_image,
-        "imagePullPolicy": settings.image_pull_policy,
+        "imagePullPolicy": settings.gateway_pull_policy,
         "command": ["haproxy", "-f", f"{CONFIG_DIR}/{CONFIG_KEY}"],
         "ports": [{"name": "link", "containerPort": settings.gateway_port, "protocol": "TCP"}],
         "readinessProbe": {"tcpSocket": {"port": settings.gateway_port}, "periodSeconds": 5},

@@ -97,7 +97,7 @@ def _trainer(
     taken = {item.get("mountPath") for item in user.get("volumeMounts") or ()}
     container: Obj = {
         "image": settings.trainer_image,
-        "imagePullPolicy": settings.image_pull_policy,
+        "imagePullPolicy": settings.trainer_pull_policy,
         **user,
         "name": names.TRAINER,
         "command": ["crosscloud-trainer", "pod"],

@@ -19,7 +19,8 @@ class JobSettings:
     operator_namespace: str
     trainer_image: str
     gateway_image: str
-    image_pull_policy: str = "IfNotPresent"
+    trainer_pull_policy: str = "IfNotPresent"
+    gateway_pull_policy: str = "IfNotPresent"
     gpu_resource: str = GPU_RESOURCE
     gpu_product_label: str = GPU_PRODUCT
     cluster_domain: str = "cluster.local"
