@@ -104,7 +104,7 @@ def reporter(job: JobId, anchor_uid: str, writable: Sequence[str], account: str 
             "apiGroups": [""],
             "resources": ["configmaps"],
             "resourceNames": sorted(writable),
-            "verbs": ["get", "patch", "update"],
+            "verbs": ["get", "patch"],
         }
     ]
     api_group = "rbac.authorization.k8s.io"

@@ -32,8 +32,7 @@ MEMBER_VIEW_RIGHTS: tuple[Right, ...] = (
 # In the namespaces that jobs may use, and in no other.
 MEMBER_RUN_RIGHTS: tuple[Right, ...] = (
     Right("", ("pods",), ("get", "list", "create", "patch", "delete"), "run jobs; lift the gates"),
-    # `update` only because a job's own Role grants it for the reports, and nobody may grant what he lacks.
-    Right("", ("configmaps",), ("get", "list", "create", "patch", "update", "delete"), "anchor, documents, reports"),
+    Right("", ("configmaps",), ("get", "list", "create", "patch", "delete"), "anchor, documents, reports"),
     Right("", ("secrets",), ("get", "create", "patch", "delete"), "keys of the job's pods, storage credentials"),
     Right("", ("services", "serviceaccounts"), ("get", "create"), "addresses; who writes reports"),
     Right("apps", ("deployments",), ("get", "list", "create", "delete"), "the job's gateway"),
@@ -43,11 +42,11 @@ MEMBER_RUN_RIGHTS: tuple[Right, ...] = (
 
 HUB_RIGHTS: tuple[Right, ...] = (
     Right("crosscloud.dev", ("crosscloudtrainingjobs",), ("get", "list", "watch", "patch"), "jobs, their finalizer"),
-    Right("crosscloud.dev", ("crosscloudtrainingjobs/status",), ("get", "patch"), "what became of them"),
+    Right("crosscloud.dev", ("crosscloudtrainingjobs/status",), ("patch",), "what became of them"),
     Right("crosscloud.dev", ("memberclusters",), ("get", "list", "watch"), "members"),
-    Right("crosscloud.dev", ("memberclusters/status",), ("get", "patch"), "what they have"),
+    Right("crosscloud.dev", ("memberclusters/status",), ("patch",), "what they have"),
     Right("", ("secrets",), ("get",), "a job's storage credentials, by name, from its namespace"),
-    Right("", ("events",), ("create", "patch"), "tell users what happened"),
+    Right("", ("events",), ("create",), "tell users what happened"),
     Right("", ("namespaces",), ("get",), "the hub's id is the UID of kube-system"),
 )
 
