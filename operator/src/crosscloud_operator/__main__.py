@@ -169,7 +169,7 @@ async def _kopf(queue: WorkQueue, world: KubeWorld, access: Callable[[], Access]
     # Jobs are reconciled once the hub's members and jobs are known, or a plan would see no member at all.
     await world.wait_synced()
     await kopf.operator(
-        registry=handlers.registry(queue, world, access),
+        registry=handlers.registry(queue, access),
         settings=handlers.kopf_settings(),
         clusterwide=True,
         standalone=True,

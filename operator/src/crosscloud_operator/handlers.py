@@ -1,4 +1,4 @@
-"""kopf's part: it logs in, watches jobs and members on the hub, and wakes the worker. No logic is here.
+"""kopf's part: it logs in, watches jobs on the hub, and wakes the worker. No logic is here.
 
 Only `on.event` is used, which writes neither annotations nor finalizers of kopf's own; the job's finalizer is put by
 reconcile. What the hub and the members hold is kept by the informers of kube/world.py.
@@ -15,14 +15,13 @@ from typing import Any
 import kopf
 
 from crosscloud_operator.kube.access import Access
-from crosscloud_operator.kube.api import JOB, MEMBER
+from crosscloud_operator.kube.api import JOB
 from crosscloud_operator.kube.workqueue import WorkQueue
-from crosscloud_operator.kube.world import KubeWorld
 
 LOGIN_SECONDS = 600  # a service account's token rotates; read it again well before it ends
 
 
-def registry(queue: WorkQueue, world: KubeWorld, access: Callable[[], Access]) -> kopf.OperatorRegistry:
+def registry(queue: WorkQueue, access: Callable[[], Access]) -> kopf.OperatorRegistry:
     """Every handler of the operator."""
     found = kopf.OperatorRegistry()
 
@@ -34,10 +33,6 @@ def registry(queue: WorkQueue, world: KubeWorld, access: Callable[[], Access]) -
     async def job_changed(namespace: str | None, name: str | None, **_: Any) -> None:
         if namespace and name:
             queue.wake(namespace, name)
-
-    @kopf.on.event(MEMBER.group, MEMBER.version, MEMBER.plural, registry=found)
-    async def member_changed(**_: Any) -> None:
-        world.wake_waiting()
 
     return found
 

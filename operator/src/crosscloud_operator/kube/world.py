@@ -157,7 +157,7 @@ class KubeWorld:
         self._unusable.pop(name, None)
         if member is None:
             await self._stop(name)
-            self.wake_waiting()
+            self._wake_unfinished()
             return
         named = secret_name(member)
         try:
@@ -174,7 +174,7 @@ class KubeWorld:
                 await self._stop(name)
                 self._start(name, access, named)
         self._stale.add(name)
-        self.wake_waiting()
+        self._wake_unfinished()
 
     def _access(self, named: str | None) -> Access:
         if named is None:
@@ -279,9 +279,9 @@ class KubeWorld:
         if kind in (NODE, POD) and self._changes_capacity(kind, before, after):
             self._stale.add(member)
             self._work.set()
-            self.wake_waiting()
+            self._wake_unfinished()
         elif kind not in (NODE, POD) and names.HUB not in labels:
-            self.wake_waiting()
+            self._wake_unfinished()
 
     def _changes_capacity(self, kind: Kind, before: Obj | None, after: Obj | None) -> bool:
         if kind is NODE:
@@ -299,7 +299,7 @@ class KubeWorld:
     def _contact_changed(self, member: str) -> None:
         self._stale.add(member)
         self._work.set()
-        self.wake_waiting()
+        self._wake_unfinished()
 
     def _hub_contact_changed(self) -> None:
         self._work.set()
@@ -311,7 +311,7 @@ class KubeWorld:
         if self._dirty:
             self._work.set()
 
-    def wake_waiting(self) -> None:
+    def _wake_unfinished(self) -> None:
         """Every job that has not ended looks again, soon."""
         if self._wake_all_at is None:
             self._wake_all_at = time.monotonic() + WAKE_SECONDS
