@@ -58,12 +58,19 @@ def pod() -> None:
 @click.option("--prompt", required=True, help="Text that the model goes on from.")
 @click.option("--tokens", type=click.IntRange(1, 100_000), default=200, show_default=True, help="How many more.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Another one gives another text.")
-def generate(folder: Path, prompt: str, tokens: int, seed: int) -> None:
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0.0, 2.0),
+    default=0.7,
+    show_default=True,
+    help="How freely it draws: 0 takes the likeliest token each time, 1 draws as the model thinks.",
+)
+def generate(folder: Path, prompt: str, tokens: int, seed: int, temperature: float) -> None:
     """Write text with the model in DIR, the `result` folder of a run."""
     from crosscloud_trainer.generate import generate as generate_text
 
     def write() -> None:
-        click.echo(generate_text(folder, prompt, tokens, seed))
+        click.echo(generate_text(folder, prompt, tokens, seed, temperature))
 
     _explained(write)
 

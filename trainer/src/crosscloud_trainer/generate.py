@@ -7,8 +7,8 @@ from pathlib import Path
 from crosscloud_trainer.failures import invalid
 
 
-def generate(folder: Path, prompt: str, tokens: int, seed: int) -> str:
-    """The prompt and at most `tokens` more tokens, drawn as the result's generation settings say."""
+def generate(folder: Path, prompt: str, tokens: int, seed: int, temperature: float) -> str:
+    """The prompt and at most `tokens` more tokens; at temperature 0 always the likeliest one."""
     if not (folder / "config.json").is_file():
         raise invalid([f"DIR: {folder} holds no model (no config.json); give the folder `result` of a run"])
     import torch  # seconds of imports, only once it is clear that there is a model
@@ -25,5 +25,6 @@ def generate(folder: Path, prompt: str, tokens: int, seed: int) -> str:
     if limit is not None and asked > limit:
         raise invalid([f"--tokens: {asked} tokens with the prompt are more than the model's {limit}; ask for less"])
     torch.manual_seed(seed)
-    made = model.generate(**ids, max_new_tokens=tokens)
+    drawing = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    made = model.generate(**ids, max_new_tokens=tokens, **drawing)
     return str(tokenizer.decode(made[0], skip_special_tokens=True))
