@@ -62,7 +62,8 @@ def test_two_processes_complete_rounds_over_mutual_tls_with_equal_bytes(tmp_path
     assert told[0]["results"] == told[1]["results"]
     assert len(set(told[0]["results"])) == 3
     assert [one["settled"] for one in told] == [3, 3]
-    assert told[0]["wan"] == told[1]["wan"][::-1]
+    assert told[0]["bytes"]["out"] == told[1]["bytes"]["in"]
+    assert told[0]["bytes"]["in"] == told[1]["bytes"]["out"]
 
 
 @pytest.mark.parametrize("ranks", [[1, 1], [2, 4], [3, 1, 2]], ids=str)

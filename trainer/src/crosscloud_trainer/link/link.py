@@ -205,11 +205,6 @@ class Link:
             for peer, c in sorted(dict(self._channels).items())
         ]
 
-    def wan_bytes(self) -> tuple[int, int]:
-        """Bytes (sent, received) to and from other members."""
-        far = [item for item in self.traffic() if item.wan]
-        return sum(sum(item.sent.values()) for item in far), sum(sum(item.received.values()) for item in far)
-
     def refusals(self) -> dict[str, int]:
         return self._refusals.counts()
 
