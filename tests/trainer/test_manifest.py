@@ -71,6 +71,22 @@ def test_every_fault_is_told_at_once_with_its_path(tmp_path: Path) -> None:
         ("", "must hold one object"),
         ("- 1\n", "must hold one object"),
         ("kind: Pod\n---\nkind: Service\n", "holds 0 objects of kind CrossCloudTrainingJob"),
+        ("a: &a [*a]\n", "lie too deep in each other, or in themselves"),
+        ("[" * 5000, "lie too deep in each other, or in themselves"),
+        ("a: " + "9" * 5000, "holds a value that can't be read"),
+        ("spec: {training: {1: 2}}\n", 'spec.training: found "1"; is no name of a field'),
+        ("spec: {a: [0, .nan]}\n", "spec.a[1]: found NaN; must be finite"),
+        ("spec: !!set {a}\n", "spec: found \"{'a'}\"; must be text, a number"),
+        ("kind: 2026-13-41\n", 'kind: found "2026-13-41"; must be CrossCloudTrainingJob'),
+        ('kind: "\\ud800"\n', r'kind: found "\ud800"; must be CrossCloudTrainingJob'),
+        (
+            "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+            + "".join(
+                f"{key}: &{key} [{','.join([f'*{last}'] * 10)}]\n"
+                for last, key in zip("abcdefgh", "bcdefghi", strict=True)
+            ),
+            "more than 100000 values",
+        ),
     ],
 )
 def test_a_file_that_is_no_manifest_is_one_message_with_its_line(tmp_path: Path, text: str, words: str) -> None:
@@ -101,3 +117,14 @@ def test_generate_says_what_a_result_folder_is(tmp_path: Path) -> None:
     assert done.returncode == ExitCode.INVALID_INPUT
     assert "holds no model (no config.json)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_generate_tells_in_one_line_that_a_model_is_broken_or_a_prompt_no_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    for prompt, words in ((b"x", "can't be loaded: "), (b"\xff", "--prompt: found '\\udcff'; must be UTF-8 text")):
+        done = subprocess.run(
+            [*TRAINER, "generate", str(tmp_path), b"--prompt", prompt], capture_output=True, text=True
+        )
+        assert done.returncode == ExitCode.INVALID_INPUT
+        assert words in done.stderr
+        assert len(done.stderr.splitlines()) == 1

@@ -57,7 +57,9 @@ def pod() -> None:
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--prompt", required=True, help="Text that the model goes on from.")
 @click.option("--tokens", type=click.IntRange(1, 100_000), default=200, show_default=True, help="How many more.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Another one gives another text.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Another one gives another text."
+)
 @click.option(
     "--temperature",
     type=click.FloatRange(0.0, 2.0),

@@ -11,14 +11,21 @@ def generate(folder: Path, prompt: str, tokens: int, seed: int, temperature: flo
     """The prompt and at most `tokens` more tokens; at temperature 0 always the likeliest one."""
     if not (folder / "config.json").is_file():
         raise invalid([f"DIR: {folder} holds no model (no config.json); give the folder `result` of a run"])
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise invalid([f"--prompt: found {prompt!r}; must be UTF-8 text"])
     import torch  # seconds of imports, only once it is clear that there is a model
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    except Exception as fault:  # whatever the libraries make of files that are missing or broken
+        words = " ".join(str(fault).split())[:300] or type(fault).__name__
+        message = f"DIR: the model in {folder} can't be loaded: {words}; give the folder `result` of a run"
+        raise invalid([message]) from fault
     ids = tokenizer(prompt, return_tensors="pt")
     limit = getattr(model.config, "max_position_embeddings", None)
     asked = ids["input_ids"].shape[1] + tokens

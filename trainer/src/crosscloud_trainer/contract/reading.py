@@ -39,7 +39,8 @@ class Problem:
         shown = json.dumps(self.found, default=str, ensure_ascii=False)
         if len(shown) > 80:
             shown = shown[:77] + "..."
-        return f"{self.path or '(document)'}: found {shown}; {self.allowed}"
+        text = f"{self.path or '(document)'}: found {shown}; {self.allowed}"
+        return text.encode(errors="backslashreplace").decode()  # JSON may hold halves of letters, which no output takes
 
 
 class InvalidDocument(ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from crosscloud_trainer.contract import API_VERSION, KIND, InvalidDocument, JobSpec, Problem, read
@@ -19,7 +21,15 @@ _NAME = re.compile(NAME_PATTERN)
 _NAME_LENGTH = 63
 _TOP = ("apiVersion", "kind", "metadata", "spec", "status")
 _METADATA = ("name", "namespace", "labels", "annotations", "generateName", "finalizers", "ownerReferences")
+_MOST_VALUES = 100_000  # a few lines of YAML can hold the same list a billion times
 _MADE_BY_SERVER = ("creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid")
+
+
+class _Constructor(SafeConstructor):
+    """Dates are text, as for kubectl."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,10 @@ def read_manifest(path: Path) -> Manifest:
 
 def _parse(path: Path) -> Any:
     yaml = YAML(typ="safe", pure=True)  # YAML 1.2: 3e-4 is a number, as for kubectl
+    yaml.Constructor = _Constructor
+    room = _Room()
     try:
-        documents = [item for item in yaml.load_all(path.read_text()) if item is not None]
+        documents = [_plain(item, "", room) for item in yaml.load_all(path.read_text()) if item is not None]
     except OSError as fault:
         raise invalid([f"MANIFEST: {path} can't be read: {fault.strerror}"]) from fault
     except UnicodeDecodeError as fault:
@@ -68,10 +80,39 @@ def _parse(path: Path) -> Any:
         raise invalid([f"{path}, {where}: this is not valid YAML: {what}"]) from fault
     except YAMLError as fault:
         raise invalid([f"{path}: this is not valid YAML: {' '.join(str(fault).split())}"]) from fault
+    except RecursionError as fault:
+        raise invalid([f"{path}: lists or objects lie too deep in each other, or in themselves"]) from fault
+    except ValueError as fault:  # a number of thousands of digits
+        raise invalid([f"{path}: holds a value that can't be read: {fault}"]) from fault
     jobs = [item for item in documents if isinstance(item, Mapping) and item.get("kind") == KIND]
     if len(documents) > 1 and len(jobs) != 1:
         raise invalid([f"{path}: holds {len(jobs)} objects of kind {KIND}; give a file with exactly one"])
     return jobs[0] if len(documents) > 1 else (documents[0] if documents else None)
+
+
+@dataclass
+class _Room:
+    left: int = _MOST_VALUES
+
+
+def _plain(data: Any, path: str, room: _Room) -> Any:
+    """`data` once it is known to hold nothing but what JSON has. YAML has more: sets, any key, what holds itself."""
+    room.left -= 1
+    if room.left < 0:
+        raise invalid([f"{path}: more than {_MOST_VALUES} values, each use of an alias counted; leave some out"])
+    if isinstance(data, dict):
+        for key, value in data.items():
+            if not isinstance(key, str):
+                raise invalid([Problem(path, str(key), "is no name of a field; put quotes around it")])
+            _plain(value, f"{path}.{key}" if path else key, room)
+    elif isinstance(data, list):
+        for number, value in enumerate(data):
+            _plain(value, f"{path}[{number}]", room)
+    elif isinstance(data, float) and not math.isfinite(data):
+        raise invalid([Problem(path, data, "must be finite")])
+    elif data is not None and not isinstance(data, str | int | float):
+        raise invalid([Problem(path, str(data), "must be text, a number, true, false, a list or an object")])
+    return data
 
 
 def _metadata(data: Any, problems: list[Problem]) -> tuple[str, str]:
