@@ -114,7 +114,7 @@ async def test_waiting_replicas_and_progress_are_told_by_reports_of_this_attempt
     condition = scene.status().condition("Running")
     assert condition is not None
     assert condition.reason == "WaitingForPeers"
-    assert condition.message == "replica 0 waits in round 2 for replica 1 since 2026-01-01T00:00:00Z"
+    assert condition.message == "replica 0 waits for replica 1 since 2026-01-01T00:00:00Z"
     stale["data"]["report.json"] = "{not json"
     await scene.turn()
     assert scene.status().attempt.number == 1  # type: ignore[union-attr]

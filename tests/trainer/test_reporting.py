@@ -115,6 +115,7 @@ def test_the_journal_counts_what_happened_and_never_shows_a_loss_that_is_not_fin
     journal.step(4.0, tokens=10, skipped=0, seconds=1.0)
     journal.step(math.nan, tokens=10, skipped=1, seconds=2.0)
     journal.round(1, "ab" * 8, seconds=5.0)
+    journal.settled(1)
     journal.waited(2.0)
     journal.traffic({1: Wan({"payload": 7, "result": 5}, {"payload": 3, "overhead": 1})})
     journal.validation(math.inf)
@@ -123,6 +124,18 @@ def test_the_journal_counts_what_happened_and_never_shows_a_loss_that_is_not_fin
     assert (found.wan_bytes_sent, found.wan_bytes_received, found.dense_bytes) == (12, 4, 201)
     assert (found.round, found.digest, found.validation_loss) == (1, "ab" * 8, None)
     assert journal.seconds == {"compute": 3.0, "exchange": 3.0, "waiting": 2.0}
+
+
+def test_progress_speaks_of_the_last_round_that_the_whole_view_has_prepared() -> None:
+    journal = Journal(total_steps=3, dense_bytes_per_step=1)
+    told = []
+    for settled, applied in enumerate(("a" * 16, "b" * 16, "c" * 16)):
+        journal.round(settled + 1, applied, seconds=1.0)
+        journal.settled(settled)
+        told.append((journal.progress.round, journal.progress.digest))
+    journal.settled(3)
+    told.append((journal.progress.round, journal.progress.digest))
+    assert told == [(0, None), (1, "a" * 16), (2, "b" * 16), (3, "c" * 16)]
 
 
 Counts = st.dictionaries(st.sampled_from(KINDS), st.integers(0, 2**40))

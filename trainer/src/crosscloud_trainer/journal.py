@@ -32,6 +32,7 @@ class Journal:
         self._dense_per_step = dense_bytes_per_step
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=_RATE_STEPS)
         self._progress = Progress(step=0, total_steps=total_steps, round=0, tokens=0)
+        self._applied: deque[tuple[int, str]] = deque()  # rounds and digests that the whole view may not have yet
         self.seconds = {"compute": 0.0, "exchange": 0.0, "waiting": 0.0}
         self.wan: Mapping[int, Wan] = {}
         self.refusals: Mapping[str, int] = {}
@@ -61,10 +62,17 @@ class Journal:
             self.seconds["compute"] += seconds
 
     def round(self, number: int, digest: str, seconds: float) -> None:
-        """A round that this replica applied."""
+        """A round that this replica applied. Progress has it once it is settled."""
         with self._lock:
-            self._progress = replace(self._progress, round=number, digest=digest)
+            self._applied.append((number, digest))
             self.seconds["exchange"] += seconds
+
+    def settled(self, number: int) -> None:
+        """The whole view has prepared this round: outsiders may hear of it."""
+        with self._lock:
+            while self._applied and self._applied[0][0] <= number:
+                known, digest = self._applied.popleft()
+                self._progress = replace(self._progress, round=known, digest=digest)
 
     def traffic(self, wan: Mapping[int, Wan]) -> None:
         """Bytes by other replica, all ranks of this one together."""

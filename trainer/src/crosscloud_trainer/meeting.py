@@ -130,7 +130,9 @@ class Watch:
 
     def live(self, status: Status) -> Status:
         """The status with progress, view and what a round waits for."""
-        exchange, progress = self._meeting.exchange, self._journal.progress
+        exchange = self._meeting.exchange
+        self._journal.settled(exchange.settled_round)
+        progress = self._journal.progress
         now, before = time.monotonic(), self._looked
         self._looked = now
         activity, waiting = status.activity, exchange.waiting()

@@ -87,6 +87,7 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
         if status is not None:
             status.update(activity=Activity.FINISHING)
         meeting.settle()
+        journal.settled(meeting.exchange.settled_round)
         count_traffic(meeting, journal, TorchGroup(device), place)
 
     stored = store(place, trained, diloco, meeting, journal)

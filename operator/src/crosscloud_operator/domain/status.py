@@ -79,7 +79,7 @@ def waiting_words(reports: Mapping[int, Report]) -> str | None:
         if report.activity is Activity.WAITING and progress.waiting_for:
             others = ", ".join(map(str, progress.waiting_for))
             since = f" since {progress.waiting_since}" if progress.waiting_since else ""
-            words.append(f"replica {index} waits in round {progress.round + 1} for replica {others}{since}")
+            words.append(f"replica {index} waits for replica {others}{since}")
     return "; ".join(words) or None
 
 
