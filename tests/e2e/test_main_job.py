@@ -41,6 +41,10 @@ def uids(cloud: Cloud) -> dict[str, str]:
     return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in cloud.pods(NAME)}
 
 
+def phases(cloud: Cloud) -> set[str]:
+    return {pod["status"]["phase"] for pod in cloud.pods(NAME)}
+
+
 def rounds(job: Obj) -> list[int]:
     return [row["round"] for row in job["status"]["replicaStatuses"]]
 
@@ -93,6 +97,7 @@ def run(cloud: Cloud) -> Run:
     finally:
         cloud.lab.heal()
     cloud.wait_for_reason(NAME, "Succeeded", seconds=600)
+    wait_for("the pods to end", lambda: phases(cloud) == {"Succeeded"}, seconds=120)
     seen.ended = cloud.job(NAME)
     seen.wan_bytes = member_bytes(cloud.lab) - before
     seen.pods = cloud.pods(NAME)
@@ -197,7 +202,6 @@ def test_the_fetched_result_is_a_transformers_model_that_writes_text(run: Run, c
 
 
 def test_a_finished_job_leaves_its_gpus_free_and_its_logs_readable(run: Run, cloud: Cloud) -> None:
-    assert all(pod["status"]["phase"] == "Succeeded" for pod in run.pods)
 
     def free() -> bool:
         status = json.loads(cloud.kubectl("hub", "get", "mcl", "east", "-o", "json"))["status"]
