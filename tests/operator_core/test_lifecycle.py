@@ -17,6 +17,7 @@ from crosscloud_operator.kube.api import (
     JOB,
     POD,
     SECRET,
+    Obj,
     Ref,
 )
 
@@ -69,6 +70,44 @@ async def test_every_fault_of_a_spec_is_in_the_status_at_once() -> None:
     message = scene.status("second").condition("Running").message  # type: ignore[union-attr]
     for field in ("nodeName", "containers[0].command", "containers[0].args"):
         assert f"spec.podTemplate.spec.{field}: found" in message
+
+
+@pytest.mark.parametrize("written", [{}, {"conditions": [{"status": "True"}]}], ids=str)
+async def test_a_status_that_somebody_else_has_written_is_told_and_nothing_is_done_until_it_is_put_right(
+    written: Obj,
+) -> None:
+    scene = await running()
+    obj = scene.world.real_hub.find(JOB, "demo")
+    assert obj is not None
+    right = copy.deepcopy(obj["status"])
+    scene.world.real_hub.change(obj, attempt={"plannedAt": "x"}, **written)
+    before = {name: len(cluster.created) for name, cluster in scene.world.clusters.items()}
+    for _ in range(3):
+        assert await scene.look() is None
+    obj = scene.world.real_hub.find(JOB, "demo")
+    assert obj is not None
+    told = [item for item in obj["status"]["conditions"] if item["type"] == "Running"]
+    assert [(item["status"], item["reason"]) for item in told] == [("Unknown", "InvalidStatus")]
+    assert told[0]["message"].endswith("put back what it wrote, or delete the job and apply it again")
+    events = [item for item in scene.world.real_hub.all(EVENT) if item["reason"] == "InvalidStatus"]
+    assert [item["message"] for item in events] == [told[0]["message"]]
+    assert before == {name: len(cluster.created) for name, cluster in scene.world.clusters.items()}
+    scene.world.real_hub.change(obj, **right)
+    await scene.turn()
+    assert scene.status().is_true("Running")
+
+
+async def test_a_job_whose_status_can_t_be_read_is_removed_from_all_members_when_it_is_deleted() -> None:
+    scene = await running()
+    obj = scene.world.real_hub.find(JOB, "demo")
+    assert obj is not None
+    scene.world.real_hub.change(obj, attempt={}, members=[{}])
+    await scene.look()
+    scene.world.real_hub.remove(Ref(JOB, "demo", "ml"))
+    await scene.until(lambda: scene.world.real_hub.find(JOB, "demo") is None)
+    for cluster in scene.world.clusters.values():
+        cluster.collect_garbage()
+        assert [key for key in cluster.objects if key[0] not in ("Namespace", "Node", "Pod")] == []
 
 
 async def test_each_pod_can_mount_its_own_key_and_no_member_holds_anothers() -> None:

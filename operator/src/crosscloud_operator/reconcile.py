@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from crosscloud_operator import execution, observation
 from crosscloud_operator.domain import events, names, record, steps
 from crosscloud_operator.domain.actions import Failure
-from crosscloud_operator.domain.errors import InvalidJob
+from crosscloud_operator.domain.errors import InvalidJob, InvalidStatus
 from crosscloud_operator.domain.lifecycle import Decision, Facts, Scene, State, state_of, tell
 from crosscloud_operator.domain.observed import has_succeeded
-from crosscloud_operator.domain.record import JobStatus
+from crosscloud_operator.domain.record import JobStatus, MemberState
 from crosscloud_operator.domain.settings import JobSettings
 from crosscloud_operator.domain.spec import Job, job_id, read_job
 from crosscloud_operator.domain.steps.gang import after_failures
@@ -79,7 +79,13 @@ async def _look(world: World, obj: Obj, settings: JobSettings) -> Pass:
     deletion = bool(obj["metadata"].get("deletionTimestamp"))
     if deletion and names.FINALIZER not in obj["metadata"].get("finalizers", ()):
         return Pass(obj)
-    status = record.read_status(obj.get("status"))
+    try:
+        status = record.read_status(obj.get("status"))
+    except InvalidStatus as fault:
+        if not deletion:
+            return await _refuse_status(world, obj, fault, settings)
+        # Nothing in it can be trusted, so the job's objects may be in any member.
+        status = JobStatus(members=tuple(MemberState(item["metadata"]["name"]) for item in world.members()))
     reach = Reach(world, status)
     if deletion:
         return await _delete(world, obj, status, reach, settings)
@@ -196,6 +202,31 @@ async def _refuse(world: World, obj: Obj, status: JobStatus, fault: InvalidJob, 
     message = str(fault)
     new = tell(scene, status, "InvalidSpec", message, placed=(False, "InvalidSpec", message))
     return Pass(await _save(world, obj, status, new, scene))
+
+
+async def _refuse_status(world: World, obj: Obj, fault: InvalidStatus, settings: JobSettings) -> Pass:
+    """A status that can't be read: a condition says so, the rest stays for people to see; nothing is done until it
+    is put right or the job is deleted.
+    """
+    before = (obj.get("status") or {}).get("conditions")
+    try:
+        known = record.read_status({"conditions": before})
+    except InvalidStatus:
+        known = JobStatus()
+    message = f"{fault}; only the operator may write it: put back what it wrote, or delete the job and apply it again"
+    scene = _scene(world, obj, known, settings)
+    new = tell(scene, known, "InvalidStatus", message, running=None)
+    conditions = record.write_status(new)["conditions"]
+    if conditions == before:
+        return Pass(obj)
+    patch = {"metadata": {"resourceVersion": obj["metadata"]["resourceVersion"]}, "status": {"conditions": conditions}}
+    try:
+        obj = await world.hub.merge_patch(Ref.of(obj), patch, subresource="status")
+    except NotFound as gone:
+        raise Conflict(gone.message) from gone
+    since = obj["metadata"]["resourceVersion"]  # of this change: a later one is told again
+    await _tell(world, scene.id, [events.Note("Warning", "InvalidStatus", message, f"invalid-status/{since}")])
+    return Pass(obj)
 
 
 def _scene(world: World, obj: Obj, status: JobStatus, settings: JobSettings, reach: Reach | None = None) -> Scene:
