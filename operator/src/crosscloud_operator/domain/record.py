@@ -187,7 +187,8 @@ def read_status(data: Any) -> JobStatus:
     try:
         return typing.cast(JobStatus, _builder(JobStatus)(data or {}))
     except (TypeError, AttributeError) as fault:
-        raise InvalidStatus(f"status: found what this operator has not written ({fault})") from fault
+        reason = str(fault).replace(".__init__()", "")  # of a dataclass: what is too much in it, or missing
+        raise InvalidStatus(f"status: found what this operator has not written ({reason})") from fault
 
 
 def write_status(status: JobStatus) -> dict[str, Any]:
