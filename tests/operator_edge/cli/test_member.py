@@ -265,6 +265,11 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         "found 'http://a'; must be an address like https://",
     ),
     "a timeout that is no number": (("member", "add", "east", "--kubeconfig", "x", "--timeout", "soon"), "'soon'"),
+    "a timeout without end": (("member", "add", "east", "--kubeconfig", "x", "--timeout", "nan"), "'nan'"),
+    "a gateway that is no host": (
+        ("member", "add", "east", "--kubeconfig", "x", "--gateway-address", "a b/"),
+        "found 'a b/'; must be a host name or an IP address",
+    ),
     "a member that isn't there": (("member", "remove", "north"), "there is no member 'north'"),
     "an unknown command": (("members",), "No such command 'members'"),
 }
@@ -297,6 +302,19 @@ def test_broken_kubeconfigs_of_the_administrator_are_one_message(
     path.write_text(json.dumps(document))
     out = crosscloud("member", "add", "east", "--kubeconfig", str(path), "--context", "nope", code=1)
     assert "nope" in out
+
+
+def test_a_server_that_can_not_be_stored_is_refused_before_anything_is_made(
+    crosscloud: Command, east_api: ApiServer
+) -> None:
+    def accounts() -> Any:
+        return east_api.request("GET", f"/api/v1/namespaces/{SYSTEM}/serviceaccounts")["items"]
+
+    before = accounts()
+    for server in ("https://", "https://a:99999", "https://user@a"):
+        out = crosscloud("member", "add", "west", "--kubeconfig", str(east_api.kubeconfig), "--server", server, code=1)
+        assert f"server: found '{server}'; must be an address like https://" in " ".join(out.split())
+    assert accounts() == before
 
 
 def test_a_hub_without_the_chart_says_how_to_install_it(east_api: ApiServer) -> None:

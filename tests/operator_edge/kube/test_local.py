@@ -88,3 +88,28 @@ def test_what_could_not_be_stored_is_refused_by_its_field(
     (tmp_path / "kubeconfig").write_text(json.dumps(document))
     with pytest.raises(NoAccess, match=field):
         user_kubeconfig(str(tmp_path / "kubeconfig"))
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "words"),
+    [
+        ("clusters", "certificate-authority-data", "//79/A==", "certificate-authority: must be PEM text"),
+        (
+            "users",
+            "exec",
+            {"command": "/none", "apiVersion": "client.authentication.k8s.io/v1"},
+            "mend its exec command",
+        ),
+    ],
+)
+def test_authorities_that_are_no_text_and_users_without_credentials_are_one_message(
+    part: str, field: str, value: Any, words: str, east_api: ApiServer, tmp_path: Path
+) -> None:
+    document = json.loads(east_api.kubeconfig.read_text())
+    inner = document[part][0][part.removesuffix("s")]
+    if part == "users":
+        inner.clear()
+    inner[field] = value
+    (tmp_path / "kubeconfig").write_text(json.dumps(document))
+    with pytest.raises(NoAccess, match=words):
+        user_kubeconfig(str(tmp_path / "kubeconfig"))

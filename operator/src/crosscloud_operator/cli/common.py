@@ -20,6 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+HOST = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
 NAME_ALLOWED = "must be at most 63 lower-case letters, digits and '-', with a letter or digit at both ends"
 INSTALL = "install it with `helm install crosscloud charts/crosscloud --namespace crosscloud-system --create-namespace`"
 
@@ -68,6 +69,13 @@ def checked_name(_context: click.Context, _parameter: click.Parameter, value: An
     for item in value if isinstance(value, tuple) else (value,):
         if item is not None and not NAME.fullmatch(item):
             raise click.BadParameter(f"found {item!r}; {NAME_ALLOWED}")
+    return value
+
+
+def checked_host(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """Callback of options that take a host name or an address, as the CRD of members has them."""
+    if value is not None and not (HOST.fullmatch(value) and len(value) <= 253):
+        raise click.BadParameter(f"found {value!r}; must be a host name or an IP address, without port")
     return value
 
 

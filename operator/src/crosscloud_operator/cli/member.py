@@ -20,6 +20,7 @@ from crosscloud_operator.cli.common import (
     Failed,
     Hub,
     admin_cluster,
+    checked_host,
     checked_name,
     console,
     hub_options,
@@ -60,7 +61,7 @@ class Wanted:
     allow_selector: Obj | None
     gateway_address: str | None
     server: str | None
-    timeout: float
+    timeout: int
     dry_run: bool
 
 
@@ -89,16 +90,19 @@ def member() -> None:
     "in every namespace of the member, since those that will carry the labels can't be known.",
 )
 @click.option(
-    "--gateway-address", metavar="HOST", help="Where other members reach this one's node ports [default: a node]"
+    "--gateway-address",
+    metavar="HOST",
+    callback=checked_host,
+    help="Where other members reach this one's node ports [default: a node]",
 )
 @click.option(
     "--server", metavar="URL", help="The API server's address as the hub reaches it [default: the kubeconfig's]"
 )
 @click.option(
     "--timeout",
-    default=120.0,
+    default=120,
     show_default=True,
-    type=click.FloatRange(0, 3600),
+    type=click.IntRange(0, 3600),
     help="Seconds to wait for Ready; 0: don't.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")
@@ -132,6 +136,7 @@ async def _add(wanted: Wanted, hub: HttpCluster, namespace: str, member: HttpClu
         gateway["address"] = wanted.gateway_address
     if before.get("access", {}).get("inCluster") is not None:
         raise Failed(f"MemberCluster {wanted.name} is the hub itself (spec.access.inCluster); choose another name")
+    _vetted(_stored(member, wanted, "placeholder"), wanted)  # before anything is made that would be of no use
 
     await _apply_all(member, [*setup.account_objects(), *setup.run_objects(allowed)], wanted, out)
     await _withdraw(member, allowed, wanted, out)
@@ -140,9 +145,10 @@ async def _add(wanted: Wanted, hub: HttpCluster, namespace: str, member: HttpClu
         objects = setup.hub_objects(wanted.name, namespace, "", allowed, gateway)
         await _apply_all(hub, objects, wanted, out)
         return
-    access = await _token(member, wanted)
-    text = render(access, wanted.name, access.token or "")
-    await _try(access, text, wanted)
+    granted = await member.request_token(setup.NAMESPACE, setup.ACCOUNT, TOKEN_SECONDS)
+    access = _stored(member, wanted, granted["token"])
+    text = _vetted(access, wanted)
+    await _try(access, wanted)
     await _apply_all(hub, setup.hub_objects(wanted.name, namespace, text, allowed, gateway), wanted, out)
     if allowed is None:
         out.print("no namespace may be used yet: add it again with --allow-namespace or --allow-selector")
@@ -200,23 +206,24 @@ async def _withdraw(member: Cluster, allowed: Obj | None, wanted: Wanted, out: C
             out.print(f"{member.name}: {_title(obj)}: {'would be ' if wanted.dry_run else ''}deleted")
 
 
-async def _token(member: HttpCluster, wanted: Wanted) -> Access:
-    granted = await member.request_token(setup.NAMESPACE, setup.ACCOUNT, TOKEN_SECONDS)
+def _stored(member: HttpCluster, wanted: Wanted, token: str) -> Access:
+    """The member as the operator will reach it."""
     admin = member.access
-    return Access(
-        server=(wanted.server or admin.server).rstrip("/"),
-        ca=admin.ca,
-        tls_server_name=admin.tls_server_name,
-        token=granted["token"],
-    )
+    return Access(server=wanted.server or admin.server, ca=admin.ca, tls_server_name=admin.tls_server_name, token=token)
 
 
-async def _try(access: Access, text: str, wanted: Wanted) -> None:
-    """The operator's own check of what it will find, and one call with it where this machine can reach it."""
+def _vetted(access: Access, wanted: Wanted) -> str:
+    """The kubeconfig for the Secret, after the operator's own check of it."""
+    text = render(access, wanted.name, access.token or "")
     try:
         vet(text)
     except KubeconfigRefused as fault:
         raise Failed(f"the kubeconfig of {wanted.name} can't be stored: {fault}") from fault
+    return text
+
+
+async def _try(access: Access, wanted: Wanted) -> None:
+    """One call as the operator will make it, where this machine can reach the member."""
     if wanted.server is not None:
         return  # an address for the hub, which may not be reachable from here
     cluster = HttpCluster(wanted.name, access)
@@ -244,7 +251,7 @@ async def _wait(hub: Cluster, wanted: Wanted, expires: float | None, out: Consol
             if ready and (ready["status"] != "True"):
                 words = f"{ready['reason']}: {ready['message']}"
             if time.monotonic() > deadline:
-                raise Failed(f"{wanted.name} is not Ready after {wanted.timeout:g} s: {words}")
+                raise Failed(f"{wanted.name} is not Ready after {wanted.timeout} s: {words}")
             await asyncio.sleep(0.5)
     out.print(f"[green]{wanted.name} is Ready[/green]: Kubernetes {status.get('version')}")
     pools = status.get("nodePools") or []

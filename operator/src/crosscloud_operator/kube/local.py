@@ -60,18 +60,26 @@ def _access(found: Any, what: str) -> Access:
         raise NoAccess(f"{what}: proxy-url: proxies are not used; give an address that is reached directly")
     word = next((str(value) for value in found.api_key.values() if value), "")
     token = word.split(" ", 1)[-1].strip() or None
+    certificate = _content(found.cert_file, f"{what}: client-certificate")
+    if token is None and certificate is None:  # the library goes on without any where a program fails
+        raise NoAccess(
+            f"{what}: user: no token and no client certificate came of it; give one, or mend its exec command"
+        )
     return Access(
         server=found.host.rstrip("/"),
-        ca=_content(found.ssl_ca_cert),
+        ca=_content(found.ssl_ca_cert, f"{what}: certificate-authority"),
         token=token,
-        certificate=_content(found.cert_file),
-        key=_content(found.key_file),
+        certificate=certificate,
+        key=_content(found.key_file, f"{what}: client-key"),
         tls_server_name=getattr(found, "tls_server_name", None) or None,
     )
 
 
-def _content(path: Any) -> str | None:
-    return Path(path).read_text() if path else None
+def _content(path: Any, what: str) -> str | None:
+    try:
+        return Path(path).read_text() if path else None
+    except (OSError, ValueError) as fault:
+        raise NoAccess(f"{what}: must be PEM text ({_words(fault)})") from fault
 
 
 def _words(fault: BaseException) -> str:
