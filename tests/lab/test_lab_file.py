@@ -91,6 +91,9 @@ def test_all_mistakes_are_told_at_once_with_path_value_and_what_is_allowed() -> 
         ("clusters: [{name: a, nodes: [{gpu: A100}]}]", "at least 1"),
         ("clusters: [", "while parsing"),
         ("{name: a, name: b}", "duplicate key"),
+        ("[" * 5000, "recursion"),
+        ("name: 2026-13-41", "month"),
+        ("name: " + "9" * 5000, "digits"),
     ],
 )
 def test_a_mistake_is_told_in_words_not_by_a_traceback(text: str, said: str) -> None:

@@ -139,3 +139,12 @@ def test_bad_arguments_end_in_one_message(arguments: list[str], said: str, tmp_p
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not any(tmp_path.iterdir()), "half-made state"
+
+
+def test_a_cache_that_can_not_be_made_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "crosscloud_lab", "build-binaries"]
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"crosscloud-lab: {tmp_path / 'file' / 'crosscloud'}: Not a directory\n"

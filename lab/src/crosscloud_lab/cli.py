@@ -27,7 +27,7 @@ from crosscloud_lab.progress import default_progress
 
 
 def _told(command: Callable[..., None]) -> Callable[..., None]:
-    """Shows a LabError as one message and exits with 1."""
+    """Shows what the user can mend as one message and exits with 1."""
 
     @wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
@@ -35,6 +35,9 @@ def _told(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except LabError as error:
             click.echo(f"crosscloud-lab: {error}", err=True)
+            sys.exit(1)
+        except OSError as error:  # a folder that isn't ours, a full disk
+            click.echo(f"crosscloud-lab: {error.filename or 'system'}: {error.strerror or error}", err=True)
             sys.exit(1)
         except KeyboardInterrupt:
             click.echo("crosscloud-lab: interrupted; run the same command again to go on", err=True)

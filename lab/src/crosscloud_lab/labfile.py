@@ -46,7 +46,7 @@ def parse_lab(text: str, source: str = "lab file") -> LabSpec:
     """The lab that the YAML text describes; `source` names it in messages. Raises LabFileError."""
     try:
         document = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
+    except (YAMLError, RecursionError, ValueError) as error:  # also lists too deep, numbers and dates that are none
         what = " ".join(str(error).split())
         raise LabFileError(f"{source} is not valid YAML:", [what]) from error
     reader = _Reader()
@@ -82,7 +82,7 @@ class _Reader:
         self._unique("clusters", names)
         entries = self._list("links", fields.get("links", []), 0, 1000)
         links = tuple(self._link(p, v, names) for p, v in entries)
-        self._unique("links", ["-".join(sorted(link.between)) for link in links])
+        self._unique("links", ["-".join(sorted(link.between)) for link in links if all(link.between)])
         if network.num_addresses < 256 * (len(clusters) + 1):
             self._add(
                 "network",
