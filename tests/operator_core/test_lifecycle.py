@@ -90,8 +90,8 @@ async def test_a_status_that_somebody_else_has_written_is_told_and_nothing_is_do
     assert [(item["status"], item["reason"]) for item in told] == [("Unknown", "InvalidStatus")]
     assert told[0]["message"].endswith("put back what it wrote, or delete the job and apply it again")
     events = [item for item in scene.world.real_hub.all(EVENT) if item["reason"] == "InvalidStatus"]
-    assert events[-1]["message"] == told[0]["message"]
-    assert "Attempt missing 1 required" in events[-1]["message"]
+    assert told[0]["message"] in {item["message"] for item in events}
+    assert "Attempt missing 1 required" in told[0]["message"]
     assert before == {name: len(cluster.created) for name, cluster in scene.world.clusters.items()}
     scene.world.real_hub.change(obj, **right)
     await scene.turn()
