@@ -170,6 +170,24 @@ def test_the_peer_table_is_read_again_while_dialling(tmp_path: Path) -> None:
             assert take(one).head == b"found"
 
 
+def test_a_host_name_that_can_t_be_one_is_told_and_dialled_again_like_any_other_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    yard = Yard(tmp_path)
+    with wan(yard.ports[1]) as road, yard.link(1) as one:
+        yard.gateways[1] = road.port
+        right = f"127.0.0.1:{road.port}"
+        yard.write()
+        yard.peers.write_text(yard.peers.read_text().replace(right, f"east..west:{road.port}"))
+        with yard.link(0) as zero:
+            zero.connect(ONE)
+            until(lambda: "can't be dialled: UnicodeError" in caplog.text, "the failure")
+            yard.write()
+            zero.send(ONE, Message(MessageType.VIEW, b"found"))
+            assert take(one).head == b"found"
+    assert caplog.text.count("can't be dialled") == 1
+
+
 def test_a_closed_link_says_so_to_those_who_wait(tmp_path: Path) -> None:
     link = Yard(tmp_path).link(0)
     link.start()

@@ -167,12 +167,17 @@ class Doors:
                 if isinstance(fault, ssl.SSLError) and not established:
                     self._refusals.add(*_placed(str(channel.peer), refused_tls(fault)))
                 self._lost(channel, str(channel.peer), fault, established=established)
+            except Exception as fault:  # noqa: BLE001 - an address no one foresaw; the next table may have a better one
+                before = channel.last_fault
+                self._lost(channel, str(channel.peer), fault, established=channel.connections > made)
+                if channel.last_fault != before:
+                    _log.warning("%s can't be dialled: %s: %s", channel.peer, type(fault).__name__, fault)
             failures = 0 if channel.connections > made else failures + 1
             pause = min(settings.backoff_cap, settings.backoff * 2.0 ** min(failures, 30))
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads diallers, guards nothing
 
     async def _dial_once(self, channel: Channel) -> None:
-        """One connection from its beginning to its end; always raises one of _BROKEN."""
+        """One connection from its beginning to its end; always raises, one of _BROKEN for all that networks do."""
         self._addresses.refresh()
         target = self._addresses.target(channel.peer)
         if target is None:
