@@ -1,8 +1,8 @@
 """What a replica tells the operator: one record, written by its rank 0 into its report (a ConfigMap, or a file).
 
-A record carries attempt, home and incarnation; the operator ignores older numbers. `round` and `digest` are those of the
-last round that the whole view has prepared, and success is told once that is the last of all; steps, tokens, losses
-and bytes are counted as they come.
+A record carries attempt, home and incarnation; the operator ignores older numbers. `round` and `digest` are those of
+the last round that the whole view has prepared, and success is told once that is the last of all; steps, tokens,
+losses and bytes are counted as they come.
 """
 
 from __future__ import annotations
