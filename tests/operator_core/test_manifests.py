@@ -169,6 +169,20 @@ async def test_only_rank_0_of_a_replica_can_speak_to_the_api_server() -> None:
     }
 
 
+async def test_a_member_s_pods_may_write_the_reports_of_its_own_replicas_and_only_the_home_s_the_view() -> None:
+    scene = await admitted()
+    allowed: dict[str, list[str]] = {}
+    for member, cluster in scene.world.clusters.items():
+        bound = {
+            obj["roleRef"]["name"]
+            for obj in cluster.objects.values()
+            if obj["kind"] == "RoleBinding" and [item["name"] for item in obj["subjects"]] == ["demo-reporter"]
+        }
+        roles = [obj for obj in cluster.objects.values() if obj["kind"] == "Role" and obj["metadata"]["name"] in bound]
+        allowed[member] = sorted(name for role in roles for rule in role["rules"] for name in rule["resourceNames"])
+    assert allowed == {"east": ["demo-r0-report", "demo-view"], "west": ["demo-r1-report"]}
+
+
 @pytest.mark.parametrize("member", ["east", "west"])
 async def test_haproxy_accepts_the_gateways_configuration(member: str, tmp_path: Path) -> None:
     scene = await admitted()

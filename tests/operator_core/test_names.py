@@ -35,7 +35,7 @@ def every_name(job: str, pod: PodId) -> dict[str, str]:
         "Service pods": names.peers_service(job),
         "Service gateway": names.gateway_service(job),
         "Deployment gateway": names.gateway(job, attempt),
-        "Role reporter": names.reporter(job),
+        "ServiceAccount reporter": names.reporter(job),
         "NetworkPolicy": names.network_policy(job),
         "Pod": names.pod(job, pod),
     }

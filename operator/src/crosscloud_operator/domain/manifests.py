@@ -91,34 +91,31 @@ def view(job: JobId, anchor_uid: str) -> Obj:
 
 
 def reporter(job: JobId, anchor_uid: str, writable: Sequence[str], account: str | None) -> list[Obj]:
-    """Leave to read and patch just the ConfigMaps in `writable`, for an account of ours or the user's own `account`."""
-    name = names.reporter(job.name)
-    meta = metadata(job, anchor_uid, name, "reporter")
+    """Leave to read and patch just the ConfigMaps in `writable`, for an account of ours or the user's own `account`.
+
+    Each has a Role of its own, called like it: a later attempt may need another one here, and no Role is ever changed.
+    """
+    name = account or names.reporter(job.name)
     found: list[Obj] = []
     if account is None:
+        meta = metadata(job, anchor_uid, name, "reporter")
         found.append(
             {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta, "automountServiceAccountToken": False}
         )
-    rules = [
-        {
-            "apiGroups": [""],
-            "resources": ["configmaps"],
-            "resourceNames": sorted(writable),
-            "verbs": ["get", "patch"],
-        }
-    ]
-    api_group = "rbac.authorization.k8s.io"
-    found.append({"apiVersion": f"{api_group}/v1", "kind": "Role", "metadata": meta, "rules": rules})
-    found.append(
-        {
-            "apiVersion": f"{api_group}/v1",
-            "kind": "RoleBinding",
-            "metadata": meta,
-            "roleRef": {"apiGroup": api_group, "kind": "Role", "name": name},
-            "subjects": [{"kind": "ServiceAccount", "name": account or name, "namespace": job.namespace}],
-        }
-    )
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": job.namespace}
+    for config_map in writable:
+        found += _leave(metadata(job, anchor_uid, config_map, "reporter"), config_map, subject)
     return found
+
+
+def _leave(meta: Obj, config_map: str, subject: Obj) -> list[Obj]:
+    """Role and RoleBinding that let the subject read and patch one ConfigMap."""
+    group = "rbac.authorization.k8s.io"
+    rule = {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [config_map], "verbs": ["get", "patch"]}
+    role = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": meta, "rules": [rule]}
+    reference = {"apiGroup": group, "kind": "Role", "name": config_map}
+    binding = {"kind": "RoleBinding", "metadata": meta, "roleRef": reference, "subjects": [subject]}
+    return [role, {"apiVersion": f"{group}/v1", **binding}]
 
 
 def network_policy(job: JobId, anchor_uid: str) -> Obj:

@@ -89,7 +89,7 @@ def gateway_service(job: str) -> str:
 
 
 def reporter(job: str) -> str:
-    """ServiceAccount, Role and RoleBinding of the pods that write reports."""
+    """ServiceAccount of the pods that write reports; its Roles are called like the ConfigMaps that they open."""
     return derived(job, "-reporter")
 
 

@@ -50,8 +50,9 @@ def _support(
     """Reports, view, RBAC, NetworkPolicy, documents and the copy of the storage Secret in one member."""
     job = facts.job.id
     replicas = sorted({pod.id.replica for pod in own if pod.reports})
-    writable = [names.report(job.name, replica) for replica in range(facts.job.spec.replicas)]
-    writable.append(names.view(job.name))
+    writable = [names.report(job.name, replica) for replica in replicas]
+    if member == home.member:
+        writable.append(names.view(job.name))
     account = facts.job.pod_spec.get("serviceAccountName")
     objects = manifests.reports(job, anchor_uid, replicas)
     if member == home.member:
