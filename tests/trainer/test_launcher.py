@@ -25,6 +25,7 @@ from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.launcher import network, ranks
 from crosscloud_trainer.launcher.attempt import LocalJob, free_ports
 from crosscloud_trainer.launcher.manifest import read_manifest
+from crosscloud_trainer.launcher.pod import Stop
 
 NEVER = lambda: False  # noqa: E731 - a constant function
 
@@ -271,3 +272,44 @@ def test_sigterm_ends_a_pod_that_still_waits_for_its_peers(pod: dict[str, str]) 
     report = json.loads(Path(pod["CROSSCLOUD_REPORT"].removeprefix("file:")).read_text())
     assert process.returncode == ExitCode.TERMINATED
     assert report["completion"]["exitCode"] == 143
+
+
+def test_sigterm_ends_at_once_what_a_pod_does_before_it_has_ranks() -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        stop = Stop()
+        stop.install()
+        for _ in range(2):  # the second time the signal has come already
+            with pytest.raises(Failure) as caught, stop.at_once():
+                signal.raise_signal(signal.SIGTERM)
+            assert caught.value.code == ExitCode.TERMINATED
+        assert stop()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_a_pod_without_room_for_its_files_names_the_folder(pod: dict[str, str], tmp_path: Path) -> None:
+    edit("CROSSCLOUD_RUN", lambda d: d["training"]["data"].update(train=[str(tmp_path / "text")]))(pod)  # type: ignore[index]
+    (tmp_path / "text").write_bytes(bytes(2**20))
+    command = [
+        "bash",
+        "-c",
+        'ulimit -f 1024; exec "$@"',
+        "-",
+        *TRAINER,
+        "pod",
+    ]  # no file above 1 MiB: the tokens take 2
+    done = subprocess.run(command, env={**pod, PARENT: str(os.getpid())}, capture_output=True, text=True)
+    report = json.loads(Path(pod["CROSSCLOUD_REPORT"].removeprefix("file:")).read_text())
+    assert done.returncode == 1
+    assert report["completion"]["message"].endswith(": File too large")
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_local_run_that_can_not_write_its_logs_says_so_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    command = [*TRAINER, "local", str(written(tmp_path, manifest())), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {tmp_path / 'logs' / 'attempt-1'}: Not a directory\n"

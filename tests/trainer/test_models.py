@@ -87,7 +87,10 @@ def test_the_tokenizer_turns_any_text_into_its_bytes_and_back() -> None:
             {"model_type": "gpt2", "vocab_size": 100},
             "training.model.config.vocab_size: found 100; must be at least 259",
         ),
-        ({"model_type": "gpt2", "n_positions": 16}, "must be at least training.sequenceLength (32)"),
+        (
+            {"model_type": "gpt2", "n_positions": 16},
+            "config.n_positions: found 16; must be at least training.sequenceLength (32)",
+        ),
         ({**TINY_MODEL, "hidden_size": 33}, "not a multiple of the number of attention heads"),
         ({**TINY_MODEL, "hidden_size": "wide"}, "training.model.config: found"),
         ({**TINY_MODEL, "hidden_act": "magic"}, "training.model.config: found"),

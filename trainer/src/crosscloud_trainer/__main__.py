@@ -20,6 +20,10 @@ def _explained(action: Callable[[], int | None]) -> None:
     except Failure as failure:
         click.echo(f"error: {failure}", err=True)
         code = failure.code
+    except OSError as fault:  # a full disk, a folder that is a file, an output that nobody reads any more
+        click.echo(f"error: {fault.filename or 'output'}: {fault.strerror or fault}", err=True)
+        code = 1
+        sys.stdout = None  # or its last flush would fail once more
     sys.exit(code)
 
 

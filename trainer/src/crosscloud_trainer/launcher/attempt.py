@@ -76,7 +76,7 @@ class LocalPod:
         try:
             return self._message.read_text() or f"see {self.log}"
         except OSError:
-            return f"it left no message; see {self.log}"
+            return f"it left no message, its exit code is {self.exit_code()}; see {self.log}"
 
     def end(self, number: int) -> None:
         if self._process.poll() is None:

@@ -6,12 +6,12 @@ ends with one message instead of one per rank.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -52,6 +52,22 @@ class Stop:
     def __call__(self) -> bool:
         return self.since is not None
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within, the signal ends what is being done, by Failure(TERMINATED)."""
+        before = {number: signal.signal(number, self._raise) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            if self():
+                self._raise(signal.SIGTERM, None)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self._note(number, frame)
+        raise Failure(ExitCode.TERMINATED, "ended by SIGTERM")
+
     def longer_than(self, seconds: float) -> bool:
         return self.since is not None and time.monotonic() - self.since > seconds
 
@@ -75,6 +91,8 @@ def run_pod(environ: Mapping[str, str]) -> int:
             end = _train(pod, attempt, environ, Path(folder), reporter, stop)
         except Failure as failure:
             end = ranks.RankExit(failure.code, str(failure))
+        except OSError as fault:  # a full disk may have room at the next try
+            end = ranks.RankExit(1, f"{fault.filename or folder}: {fault.strerror or fault}")
         status = read_status(Path(folder) / "status.json") or status
     if end.code != ExitCode.SUCCEEDED:
         _say(f"error: {end.message}")
@@ -96,7 +114,9 @@ def _train(
     deadline = time.monotonic() + pod.start_deadline
     run, stage = attempt.run, attempt.stage
     Storage(run.storage_uri).check()
-    _say(f"data: {write_corpus(run.training, len(run.replicas), folder)}")
+    with stop.at_once():  # reading much text takes minutes
+        found = write_corpus(run.training, len(run.replicas), folder)
+    _say(f"data: {found}")
     address, interface = _meeting_point(attempt, environ, deadline, stop)
     environments = ranks.rank_environments(
         first=pod.node * stage.gpus_per_node,
@@ -169,7 +189,7 @@ def _completion(end: ranks.RankExit, status: Status) -> Completion:
 
 def _leave(path: Path, message: str) -> None:
     """The termination message, which the kubelet shows in the pod's status."""
-    if path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK):
+    with contextlib.suppress(OSError):  # no such folder, not ours, a full disk: it stands in the log as well
         path.write_text(message[:_MESSAGE_LIMIT])
 
 

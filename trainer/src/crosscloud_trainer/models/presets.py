@@ -39,7 +39,7 @@ _PRESETS: dict[ModelPreset, dict[str, Any]] = {
     },
 }
 
-_POSITIONS = ("max_position_embeddings", "n_positions")  # as different model types call it
+_POSITIONS = ("n_positions", "max_position_embeddings")  # as different model types call it; the first is never an alias
 
 
 def model_config(model: Model, sequence_length: int) -> PretrainedConfig:
