@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 from operator_core.memory import MemoryWorld
-from operator_core.players import Flaky, Lab, end_pod, job, lab
+from operator_core.players import Flaky, Lab, end_pod, job, keys_of, lab
 
 from crosscloud_operator.domain.record import seconds
 from crosscloud_operator.kube.api import (
     NODE,
     POD,
     SECRET,
+    Ref,
+    Unreachable,
 )
 from crosscloud_trainer.contract import ExitCode
 
@@ -120,6 +122,32 @@ async def test_pauses_between_attempts_grow_up_to_a_limit() -> None:
         if attempt and attempt.gone_at and attempt.retry_at:
             pauses[attempt.number] = seconds(attempt.retry_at) - seconds(attempt.gone_at)
     assert [pauses[number] for number in range(1, 9)] == [5, 10, 20, 40, 80, 160, 300, 300]
+
+
+async def test_a_hub_that_fails_while_keys_are_made_is_not_taken_for_a_member() -> None:
+    scene = Lab(lab())
+
+    class Hub(Flaky):
+        async def get(self, ref: Ref) -> Any:
+            if ref.kind is SECRET and scene.status().attempt is not None:
+                raise Unreachable("the hub's own trouble")
+            return await super().get(ref)
+
+    hub = scene.world.real_hub
+    scene.world.restart(lambda cluster: Hub(hub, lambda _: None) if cluster is hub else cluster)
+    scene.submit(job())
+    with pytest.raises(Unreachable, match="the hub's own trouble"):
+        await scene.look()
+    assert scene.pods() == []
+    assert scene.reason() == "Admitting"
+    assert [item.unreachable_since for item in scene.status().members] == [None, None]
+    [authority] = hub.all(SECRET)
+    hub.remove(Ref(SECRET, authority["metadata"]["name"], "crosscloud"))
+    scene.world.restart()
+    await scene.until(lambda: scene.status().is_true("Running"))
+    for pod in scene.pods():
+        [keys] = scene.cluster_of(pod).all(SECRET)
+        assert keys_of(pod) <= set(keys["data"])
 
 
 async def test_when_not_all_pods_are_bound_in_time_all_are_taken_back() -> None:

@@ -41,17 +41,19 @@ HUB = "hub"  # how messages name the hub's own API server
 
 async def execute(world: World, job: JobId, actions: Sequence[Action], settings: JobSettings) -> list[Failure]:
     """Failures in the order of the actions. A member's later actions are left out after its first failure, since they
-    build on the earlier ones; removals go on.
+    build on the earlier ones; removals go on. Raises ApiError where the hub doesn't answer.
     """
-    authority = [action for action in actions if isinstance(action, EnsureAuthority)]
-    if authority and (failure := await _ensure_authority(world, job, settings)):
-        return [failure]
+    authority = None
+    if any(isinstance(action, EnsureAuthority) for action in actions):
+        authority = await _ensure_authority(world, job, settings)
+        if isinstance(authority, Failure):
+            return [authority]
     by_member: dict[str, list[Action]] = {}
     for action in actions:
         if not isinstance(action, EnsureAuthority):
             by_member.setdefault(action.member, []).append(action)
     results = await asyncio.gather(
-        *(_member(world, job, member, own, settings) for member, own in sorted(by_member.items()))
+        *(_member(world, job, member, own, authority) for member, own in sorted(by_member.items()))
     )
     return [failure for failures in results for failure in failures]
 
@@ -65,14 +67,14 @@ async def remove_authority(world: World, job: JobId, settings: JobSettings) -> N
 
 
 async def _member(
-    world: World, job: JobId, member: str, actions: Iterable[Action], settings: JobSettings
+    world: World, job: JobId, member: str, actions: Iterable[Action], authority: CertificateAuthority | None
 ) -> list[Failure]:
     client = world.member(member)
     if client is None:
         return [Failure(Fault.UNREACHABLE, member, "API server", "its MemberCluster or credentials can't be used")]
     failures: list[Failure] = []
     for action in actions:
-        failure = await _one(world, client, job, member, action, settings)
+        failure = await _one(client, job, member, action, authority)
         if failure is not None:
             failures.append(failure)
             if not isinstance(action, Remove) or failure.fault is Fault.UNREACHABLE:
@@ -81,15 +83,16 @@ async def _member(
 
 
 async def _one(
-    world: World, client: Cluster, job: JobId, member: str, action: Action, settings: JobSettings
+    client: Cluster, job: JobId, member: str, action: Action, authority: CertificateAuthority | None
 ) -> Failure | None:
+    """Speaks to the member alone, so that whatever fails here is the member's."""
     what = _what(action)
     try:
         match action:
             case Ensure():
                 return await _ensure(client, job, member, action.obj, update=action.update)
             case EnsureKeys():
-                return await _ensure_keys(world, client, job, action, settings)
+                return await _ensure_keys(client, job, action, authority)
             case Lift():
                 await _lift(client, job, action)
             case Remove():
@@ -137,39 +140,34 @@ def _same_owner(existing: Obj, obj: Obj) -> bool:
 
 
 async def _ensure_keys(
-    world: World, client: Cluster, job: JobId, action: EnsureKeys, settings: JobSettings
+    client: Cluster, job: JobId, action: EnsureKeys, authority: CertificateAuthority | None
 ) -> Failure | None:
     """Certificates are random, so they are issued only where the attempt's Secret is missing."""
+    if authority is None:
+        raise AssertionError("keys are made by the authority that is ensured before them")
     found = await client.get(Ref(SECRET, names.keys_secret(job.name, action.attempt), job.namespace))
     wanted = {"metadata": {"ownerReferences": [manifests.owner(job, action.anchor_uid)]}}
     if found is not None and names.is_ours(found, job) and _same_owner(found, wanted):
         return None
-    authority = await _authority(world, job, settings)
     keys = {pod: authority.issue(identity(job.uid, pod.id)) for pod in action.pods}
     obj = manifests.keys_secret(job, action.anchor_uid, action.attempt, authority.certificate, keys)
     return await _ensure(client, job, action.member, obj)
 
 
-async def _ensure_authority(world: World, job: JobId, settings: JobSettings) -> Failure | None:
+async def _ensure_authority(world: World, job: JobId, settings: JobSettings) -> CertificateAuthority | Failure:
+    """The job's certificate authority, made unless it is there."""
     ref = Ref(SECRET, names.authority_secret(job.uid), settings.operator_namespace)
-    what = f"Secret {ref.namespace}/{ref.name}"
     try:
-        if await world.hub.get(ref) is None:
+        found = await world.hub.get(ref)
+        if found is None:
             made = CertificateAuthority.create(job.uid)
             obj = manifests.authority_secret(job, settings.operator_namespace, made.certificate, made.key)
             await world.hub.create(obj)
-    except AlreadyExists:
-        return None
+            return made
+    except AlreadyExists as fault:  # made by another operator a moment ago: its own is the one that counts
+        raise Conflict(fault.message) from fault
     except (Refused, NotFound) as refusal:
-        return Failure(Fault.REFUSED, HUB, what, refusal.message)
-    return None
-
-
-async def _authority(world: World, job: JobId, settings: JobSettings) -> CertificateAuthority:
-    ref = Ref(SECRET, names.authority_secret(job.uid), settings.operator_namespace)
-    found = await world.hub.get(ref)
-    if found is None:
-        raise Conflict(f"Secret {ref.name} has gone")
+        return Failure(Fault.REFUSED, HUB, f"Secret {ref.namespace}/{ref.name}", refusal.message)
     data = {key: base64.b64decode(value) for key, value in found["data"].items()}
     return CertificateAuthority.load(data["tls.crt"], data["tls.key"])
 
