@@ -240,3 +240,18 @@ async def test_an_image_that_cannot_be_pulled_is_named_and_ends_the_attempt_in_t
     cause = scene.status().attempt.cause  # type: ignore[union-attr]
     assert cause is not None
     assert (cause.reason, cause.counted) == ("StartTimeout", False)
+
+
+@pytest.mark.parametrize(("field", "name"), [("initContainerStatuses", "mesh"), ("containerStatuses", "logs")])
+async def test_a_container_beside_the_trainer_whose_image_cannot_be_pulled_is_named(field: str, name: str) -> None:
+    scene = await running()
+    pod = scene.pods()[0]
+    beside = {"name": name, "state": {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}}
+    statuses = {"containerStatuses": [trainer_container({"waiting": {"reason": "PodInitializing"}})]}
+    statuses[field] = [beside, *statuses.get(field, [])]
+    scene.cluster_of(pod).change(pod, phase="Pending", **statuses)
+    for kubelet in scene.kubelets:
+        kubelet.step = lambda: None  # type: ignore[method-assign]
+    await scene.turn()
+    told = scene.status().condition("Running").message  # type: ignore[union-attr]
+    assert f"container {name}: ErrImagePull: no such image" in told

@@ -248,3 +248,11 @@ def test_pods_of_others_are_kept_by_what_they_take_only() -> None:
         "spec": {"nodeName": "node", "containers": [{"resources": {"requests": {"cpu": "1"}}}]},
         "status": {"phase": "Running"},
     }
+
+
+def test_of_our_pods_the_words_of_all_containers_are_kept() -> None:
+    waiting = {"name": "mesh", "state": {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}}
+    status = {"phase": "Pending", "containerStatuses": [{"name": "trainer"}], "initContainerStatuses": [waiting]}
+    meta = {"name": "p", "namespace": "n", "uid": "u", "labels": {"crosscloud.dev/hub": "h"}}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {}, "status": {**status, "podIP": "10.0.0.1"}}
+    assert projection(POD)(pod)["status"] == status

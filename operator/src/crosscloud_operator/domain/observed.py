@@ -109,7 +109,7 @@ def pod_state(planned: PlannedPod, raw: Obj | None, *, known: bool) -> PodState:
         leaving=bool(meta.get("deletionTimestamp")),
         finished=status.get("phase") in ENDED,
         end=end_of(raw),
-        blocked=_blocked(status, state),
+        blocked=_blocked(status, names.TRAINER),
     )
 
 
@@ -188,15 +188,19 @@ def gateway_words(member: str, pods: Iterable[Obj], attempt: int, deployment: st
         container: Obj = next(iter(status.get("containerStatuses") or ()), {})
         if container.get("ready"):
             return None
-        why = _blocked(status, container.get("state") or {}) or "not ready yet"
+        why = _blocked(status, names.GATEWAY) or "not ready yet"
         words = f"{member}/{raw['metadata']['name']}: {why}"
     return words
 
 
-def _blocked(status: Obj, state: Obj) -> str | None:
-    waiting = state.get("waiting") or {}
-    if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-        return f"{waiting['reason']}: {waiting.get('message') or 'no details'}"
+def _blocked(status: Obj, main: str) -> str | None:
+    """Why a pod's `main` container can't start: by itself, or as one beside it, which is named then, can't."""
+    containers = [*(status.get("containerStatuses") or ()), *(status.get("initContainerStatuses") or ())]
+    for item in sorted(containers, key=lambda item: item.get("name") != main):
+        waiting = (item.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            who = "" if item.get("name") == main else f"container {item.get('name')}: "
+            return f"{who}{waiting['reason']}: {waiting.get('message') or 'no details'}"
     for item in status.get("conditions") or ():
         if item.get("type") == "PodScheduled" and item.get("status") == "False":
             return f"{item.get('reason')}: {item.get('message') or 'no details'}"

@@ -12,7 +12,7 @@ from crosscloud_operator.kube.api import Kind, Obj
 _META = ("name", "namespace", "uid", "labels", "deletionTimestamp")
 _FOREIGN_META = ("name", "namespace", "uid", "deletionTimestamp")
 _POD = ("nodeName", "schedulingGates", "overhead", "resources")
-_POD_STATUS = ("phase", "reason", "message", "conditions", "containerStatuses")
+_POD_STATUS = ("phase", "reason", "message", "conditions", "containerStatuses", "initContainerStatuses")
 _CONTAINER = ("resources", "restartPolicy")
 
 
