@@ -128,7 +128,6 @@ def open_view(
     home: int,
     attempt: int,
     incarnations: Mapping[int, int],
-    first_round: int = 1,
     seconds: float = 60.0,
     pause: Callable[[float], None] = time.sleep,
 ) -> View:
@@ -141,7 +140,7 @@ def open_view(
     while True:
         try:
             found = register.read()
-            view = opened(found.view, home, attempt, incarnations, first_round)
+            view = opened(found.view, home, attempt, incarnations)
             register.swap(view, found.version)
         except InvalidDocument as fault:
             raise RegisterUnusable(f"the register holds no view of ours: {fault}") from fault

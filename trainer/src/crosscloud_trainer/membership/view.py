@@ -14,16 +14,13 @@ VIEW_KEY = "view.json"  # the key in the ConfigMap
 
 @dataclass(frozen=True)
 class ViewReplica:
-    """`last_round` is the last one that contains this replica's update; 0 is none."""
-
     index: int = rule(minimum=0)
     incarnation: int = rule(minimum=1)
-    last_round: int = rule(0, minimum=0)
 
 
 @dataclass(frozen=True)
 class View:
-    """Replicas of one attempt that exchange with each other from `first_round` on.
+    """Replicas of one attempt that exchange with each other.
 
     `term` grows with every process that takes charge of the view, `number` with every change of its replicas.
     """
@@ -33,7 +30,6 @@ class View:
     home: int = rule(minimum=1)
     term: int = rule(minimum=1)
     number: int = rule(minimum=1)
-    first_round: int = rule(minimum=1)
     replicas: tuple[ViewReplica, ...] = rule(min_items=1, unique="index")
 
     @property
@@ -45,7 +41,7 @@ class View:
         return {replica.index: replica.incarnation for replica in self.replicas}
 
 
-def opened(before: View | None, home: int, attempt: int, incarnations: Mapping[int, int], first_round: int) -> View:
+def opened(before: View | None, home: int, attempt: int, incarnations: Mapping[int, int]) -> View:
     """What the register must hold once this process has taken charge. Raises Fenced if it is too late for that."""
     if before is not None and (before.attempt, before.home) > (attempt, home):
         found = f"attempt {before.attempt} and home {before.home}"
@@ -55,4 +51,4 @@ def opened(before: View | None, home: int, attempt: int, incarnations: Mapping[i
         return replace(before, home=home, term=term)
     replicas = tuple(ViewReplica(index, incarnations[index]) for index in sorted(incarnations))
     number = before.number + 1 if before else 1
-    return View(VIEW_VERSION, attempt, home, term, number, first_round, replicas)
+    return View(VIEW_VERSION, attempt, home, term, number, replicas)
