@@ -70,7 +70,7 @@ class PodEnvironment:
 
         def number(name: str, default: int | None = None, minimum: int = 0, maximum: int = 2**31) -> int:
             text = environ.get(name, "" if default is None else str(default))
-            if text.isdecimal() and minimum <= int(text) <= maximum:
+            if text.isdecimal() and len(text) <= len(str(maximum)) and minimum <= int(text) <= maximum:
                 return int(text)
             problems.append(Problem(name, text, f"must be a whole number from {minimum} to {maximum}"))
             return minimum
@@ -170,7 +170,7 @@ def die_with_parent(environ: Mapping[str, str], signal_number: int) -> None:
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
-    if os.getppid() != int(parent):
+    if str(os.getppid()) != parent:
         os.kill(os.getpid(), signal_number)
 
 

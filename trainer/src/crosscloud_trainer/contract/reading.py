@@ -104,7 +104,8 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as fault:  # no JSON, no UTF-8, a number of thousands of digits
-        raise InvalidDocument([Problem("", str(text)[:60], f"must be JSON text ({fault})")]) from fault
+        start = text[:60].decode(errors="replace") if isinstance(text, bytes) else text[:60]
+        raise InvalidDocument([Problem("", start, f"must be JSON text ({fault})")]) from fault
 
 
 def dump(obj: Any) -> Any:
