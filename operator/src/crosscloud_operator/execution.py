@@ -43,11 +43,12 @@ async def execute(world: World, job: JobId, actions: Sequence[Action], settings:
     """Failures in the order of the actions. A member's later actions are left out after its first failure, since they
     build on the earlier ones; removals go on. Raises ApiError where the hub doesn't answer.
     """
-    authority = None
+    authority: CertificateAuthority | None = None
     if any(isinstance(action, EnsureAuthority) for action in actions):
-        authority = await _ensure_authority(world, job, settings)
-        if isinstance(authority, Failure):
-            return [authority]
+        ensured = await _ensure_authority(world, job, settings)
+        if isinstance(ensured, Failure):
+            return [ensured]
+        authority = ensured
     by_member: dict[str, list[Action]] = {}
     for action in actions:
         if not isinstance(action, EnsureAuthority):
