@@ -26,7 +26,7 @@ JOB_STATUS: dict[str, Any] = {
     ],
     "startedAt": TIME,
     "restarts": 2,
-    "progress": {"step": 120, "totalSteps": 400, "loss": "2.5318", "tokensPerSecond": 5210, "wanPerStep": "1.2 MiB"},
+    "progress": {"step": 120, "totalSteps": 400, "loss": "2.5318", "tokensPerSecond": 5210, "wanPerStep": "1.2 MB"},
 }
 MEMBER_STATUS: dict[str, Any] = {
     "conditions": [
@@ -87,7 +87,7 @@ def test_a_line_of_kubectl_get_tells_the_story_of_a_job(hub: ApiServer) -> None:
         "STEP": "120",
         "LOSS": "2.5318",
         "TOKENS/S": "5210",
-        "WAN/STEP": "1.2 MiB",
+        "WAN/STEP": "1.2 MB",
         "RESTARTS": "2",
     }
 

@@ -149,11 +149,13 @@ async def test_waiting_replicas_and_progress_are_told_by_reports_of_this_attempt
     assert [item.activity for item in scene.status().replica_statuses] == ["Starting", "Training"]
     waiting = {**document, "activity": "Waiting", "sequence": 10**12}
     waiting["progress"] = {**document["progress"], "waitingFor": [1], "waitingSince": "2026-01-01T00:00:00Z"}
+    waiting["progress"]["wanBytesSent"] = 4_500_000
     stale["data"]["report.json"] = json.dumps(waiting)
     await scene.turn()
     condition = scene.status().condition("Running")
     assert condition is not None
     assert condition.reason == "WaitingForPeers"
+    assert scene.status().progress.wan_per_step == "1.5 MB"  # type: ignore[union-attr]  # in 3 steps
     assert condition.message == "replica 0 waits for replica 1 since 2026-01-01T00:00:00Z"
     stale["data"]["report.json"] = "{not json"
     await scene.turn()

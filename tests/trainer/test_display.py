@@ -11,7 +11,7 @@ from rich.console import Console
 from trainer.jobs import manifest, written
 
 from crosscloud_trainer.contract import REPORT_VERSION, Activity, Completion, Outcome, Progress, Report
-from crosscloud_trainer.launcher.display import bytes_text, render, sparkline, status_line, summary_lines
+from crosscloud_trainer.launcher.display import render, sparkline, status_line, summary_lines
 from crosscloud_trainer.launcher.manifest import read_manifest
 from crosscloud_trainer.launcher.state import RunState, Summary
 
@@ -111,10 +111,3 @@ def test_a_sparkline_runs_from_the_lowest_to_the_highest_value() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([3, 3, 3], 8) == "▁▁▁"
     assert len(sparkline(list(range(1000)), 60)) <= 60
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1_234_567, "1.2 MB"), (5 * 10**15, "5000.0 TB")]
-)
-def test_bytes_are_shown_in_powers_of_a_thousand(count: int, text: str) -> None:
-    assert bytes_text(count) == text

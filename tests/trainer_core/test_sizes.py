@@ -7,7 +7,7 @@ from trainer_core.strategies import models
 
 from crosscloud_trainer.compress import codec_named
 from crosscloud_trainer.layout import Index
-from crosscloud_trainer.sizes import CODECS, cell_bytes, payload_bytes, wan_bytes
+from crosscloud_trainer.sizes import CODECS, bytes_text, cell_bytes, payload_bytes, wan_bytes
 
 
 @given(models, st.sampled_from(CODECS))
@@ -45,3 +45,10 @@ def test_unknown_codecs_and_counts_are_named():
         codec_named("Int4")
     with pytest.raises(ValueError, match="replicas is 0"):
         wan_bytes("None", [1], 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1_234_567, "1.2 MB"), (5 * 10**15, "5000.0 TB")]
+)
+def test_bytes_are_shown_in_powers_of_a_thousand(count, text):
+    assert bytes_text(count) == text

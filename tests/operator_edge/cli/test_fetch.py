@@ -217,7 +217,7 @@ def test_status_tells_where_a_job_is_and_what_it_waits_for(crosscloud: Command, 
         conditions=[running],
         plan=plan,
         replicaStatuses=replicas,
-        progress={"step": 20, "totalSteps": 100, "round": 1, "loss": "2.55", "wanPerStep": "1.2 MiB"},
+        progress={"step": 20, "totalSteps": 100, "round": 1, "loss": "2.55", "wanPerStep": "1.2 MB"},
         attempt={"number": 2},
         refused=[{"member": "north", "reason": "0 of 2 GPUs free"}],
     )

@@ -1,4 +1,4 @@
-"""How many bytes each codec puts on the wire: formulas that the planner and the codecs share.
+"""How many bytes each codec puts on the wire, and how bytes are shown: what planner, codecs and displays share.
 
 Standard library only, since the operator imports this module without torch or numpy. All element counts are
 numbers of fp32 values of one parameter; a parameter is cut into cells of `CELL_ELEMENTS` values from its
@@ -48,3 +48,13 @@ def wan_bytes(codec: str, parameters: Iterable[int], replicas: int) -> float:
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}; it must be 1 or more")
     return 2 * (replicas - 1) / replicas * payload_bytes(codec, parameters)
+
+
+def bytes_text(count: int) -> str:
+    """Like 1.5 MB, in powers of 1,000 as network equipment counts."""
+    amount = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"

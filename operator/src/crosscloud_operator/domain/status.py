@@ -8,10 +8,10 @@ from dataclasses import replace
 from crosscloud_operator.domain import record
 from crosscloud_operator.domain.record import Condition, JobStatus, ProgressSummary, ReplicaStatus
 from crosscloud_trainer.contract import Activity, Report
+from crosscloud_trainer.sizes import bytes_text
 
 PLACED, RUNNING, SUCCEEDED, FAILED, REACHABLE = "Placed", "Running", "Succeeded", "Failed", "MembersReachable"
 MESSAGE_LIMIT = 1024
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def with_condition(
@@ -63,7 +63,7 @@ def progress_summary(reports: Iterable[Report]) -> ProgressSummary | None:
         wan_bytes=wan,
         dense_bytes=sum(item.dense_bytes for item in all_progress),
         wan_bytes_per_step=per_step,
-        wan_per_step=human_bytes(per_step),
+        wan_per_step=bytes_text(per_step),
         skipped_steps=sum(item.skipped_steps for item in all_progress),
         loss=_number(_mean(item.loss for item in all_progress)),
         first_loss=_number(_mean(item.first_loss for item in all_progress)),
@@ -90,15 +90,6 @@ def keep_progress(old: JobStatus, new: JobStatus, interval: float) -> JobStatus:
     quiet = replace(new, progress=old.progress, replica_statuses=old.replica_statuses)
     same_story = quiet == old and _story(old.replica_statuses) == _story(new.replica_statuses)
     return quiet if same_story and _newest(new) - _newest(old) < interval else new
-
-
-def human_bytes(number: float) -> str:
-    """`1.2 MiB`."""
-    for unit in _UNITS:
-        if number < 1024 or unit == _UNITS[-1]:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    raise AssertionError
 
 
 def _story(replicas: Sequence[ReplicaStatus]) -> list[tuple[object, ...]]:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from crosscloud_trainer.contract import Activity, dump
 from crosscloud_trainer.launcher.state import RunState, Summary
+from crosscloud_trainer.sizes import bytes_text
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LINE_SECONDS = 5.0
@@ -245,16 +246,6 @@ def sparkline(values: list[float], width: int) -> str:
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(_BLOCKS[min(7, int((mean - low) / span * 8))] for mean in means)
-
-
-def bytes_text(count: int) -> str:
-    """Like 1.5 MB, in powers of 1,000 as network equipment counts."""
-    amount = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} TB"
 
 
 def shown_path(uri: str) -> str:
