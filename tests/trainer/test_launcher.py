@@ -200,7 +200,7 @@ def test_the_environment_of_a_pod_tells_all_that_is_wrong_at_once() -> None:
     with pytest.raises(Failure) as caught:
         PodEnvironment.read({"CROSSCLOUD_REPLICA": "-1", "CROSSCLOUD_STAGE": "0", "CROSSCLOUD_REPORT": "http://x"})
     told = str(caught.value)
-    with pytest.raises(Failure, match="CROSSCLOUD_NODE: found .9999"):
+    with pytest.raises(Failure, match=r"CROSSCLOUD_NODE: found .9999"):
         PodEnvironment.read({"CROSSCLOUD_NODE": "9" * 5000})
     assert 'CROSSCLOUD_REPLICA: found "-1"; must be a whole number' in told
     assert 'CROSSCLOUD_NODE: found ""' in told
