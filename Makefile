@@ -17,8 +17,9 @@ setup: .venv/ready  ## Install the three distributions and the tools into .venv
 
 .venv/ready: requirements/constraints.txt requirements/tools.txt operator/pyproject.toml trainer/pyproject.toml lab/pyproject.toml
 	@echo "setup: Python packages into .venv (a few minutes when nothing is cached)"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11")'
-	@$(PYTHON) -m venv .venv || { echo "python venv is missing: on Debian, apt-get install python3-venv"; exit 1; }
+	@test -n "$(PYTHON)" && command -v "$(PYTHON)" >/dev/null || { echo "PYTHON: found \"$(PYTHON)\"; it must be Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PYTHON: found Python " + sys.version.split()[0] + "; it must be 3.11 or newer: make PYTHON=/path/to/python3.11")'
+	@"$(PYTHON)" -m venv .venv || { echo "python venv is missing: on Debian, apt-get install python3-venv"; exit 1; }
 	@$(PIP) --upgrade -c requirements/constraints.txt pip setuptools wheel
 	@$(PIP) --no-build-isolation -c requirements/constraints.txt -r requirements/tools.txt -e 'trainer[torch]' -e operator -e lab
 	@touch $@

@@ -12,7 +12,7 @@ from crosscloud_lab.demo import steps
 from crosscloud_lab.demo.follow import JobEndedBadly, follow
 from crosscloud_lab.demo.plot import draw
 from crosscloud_lab.demo.summary import goodbye, summarise
-from crosscloud_lab.errors import LabError
+from crosscloud_lab.errors import LabError, PreflightError
 from crosscloud_lab.images import build_images, load_images
 from crosscloud_lab.lab import Lab
 
@@ -25,6 +25,9 @@ def main() -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     try:
         return _run(console)
+    except PreflightError as fault:
+        console.print(f"demo: {fault}", markup=False)
+        return 1
     except (LabError, steps.CommandFailed, JobEndedBadly) as fault:
         console.print(f"\n[bold red]demo: {fault}[/]")
         console.print("The lab stays up for a look; run `make demo` again to go on, or `make down` to clean up.")
