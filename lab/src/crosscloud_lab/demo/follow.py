@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from crosscloud_lab.demo.steps import run
 from crosscloud_lab.lab import Lab
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
@@ -30,6 +30,7 @@ class Sample:
 
     seconds: float
     step: int
+    tokens: int
     loss: float | None
     wan_bytes: int
     dense_bytes: int
@@ -41,6 +42,15 @@ class Story:
 
     job: dict[str, Any] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def reported(self) -> list[Sample]:
+        """The samples at which the status told of new steps."""
+        rows: list[Sample] = []
+        for item in self.samples:
+            if item.loss is not None and (not rows or item.step > rows[-1].step):
+                rows.append(item)
+        return rows
 
     @property
     def status(self) -> dict[str, Any]:
@@ -71,20 +81,15 @@ def follow(lab: Lab, namespace: str, name: str, console: Console) -> Story:
             elif now - changed_at > SILENT_LIMIT:
                 raise JobEndedBadly(f"the status of {name} has not changed for {SILENT_LIMIT:.0f} s: {condition}")
             time.sleep(1)
+    console.print(line(story))
     if condition["reason"] != "Succeeded":
         raise JobEndedBadly(f"{name}: {condition['reason']}: {condition.get('message')}")
     return story
 
 
 def read_job(lab: Lab, namespace: str, name: str) -> dict[str, Any]:
-    command = [str(lab.binary("kubectl")), "--kubeconfig", str(lab.kubeconfig("hub"))]
-    text = subprocess.run(
-        [*command, "get", "crosscloudtrainingjob", name, "-n", namespace, "-o", "json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    return dict(json.loads(text))
+    kubectl = (lab.binary("kubectl"), "--kubeconfig", lab.kubeconfig("hub"))
+    return dict(json.loads(run(*kubectl, "get", "cctj", name, "-n", namespace, "-o", "json")))
 
 
 def member_bytes(lab: Lab) -> int:
@@ -95,7 +100,8 @@ def member_bytes(lab: Lab) -> int:
 def sample(seconds: float, progress: dict[str, Any], wan: int) -> Sample:
     loss = progress.get("loss")
     dense = int(progress.get("denseBytes") or 0)
-    return Sample(seconds, int(progress.get("step") or 0), float(loss) if loss else None, wan, dense)
+    step, tokens = int(progress.get("step") or 0), int(progress.get("tokens") or 0)
+    return Sample(seconds, step, tokens, float(loss) if loss else None, wan, dense)
 
 
 def running(job: dict[str, Any]) -> dict[str, Any]:
@@ -129,11 +135,11 @@ def view(story: Story) -> Group:
         cells = (row.get("step", 0), row.get("loss", "-"), row.get("round", 0), row.get("activity", ""))
         table.add_row(str(row["index"]), where(status, row["index"]), *map(str, cells))
     bar = Table.grid(padding=(0, 2, 0, 6))
-    ratio = f"{last.dense_bytes / last.wan_bytes:.0f}x less" if last.wan_bytes and last.dense_bytes else ""
+    ratio = f"({last.dense_bytes / last.wan_bytes:.0f}x)" if last.wan_bytes and last.dense_bytes else ""
     bar.add_row(ProgressBar(total=max(total, 1), completed=last.step, width=40), f"{last.step}/{total or '?'} steps")
     bar.add_row(
         f"{progress.get('tokensPerSecond', 0)} tokens/s",
-        f"WAN {megabytes(last.wan_bytes)}, dense fp32 would be {megabytes(last.dense_bytes)} {ratio}",
+        f"WAN {megabytes(last.wan_bytes)}; fp32 all-reduce at every step: {megabytes(last.dense_bytes)} {ratio}",
     )
     return Group(head, table, bar)
 

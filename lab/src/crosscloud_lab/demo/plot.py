@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from crosscloud_lab.demo.follow import Sample, Story
-
-
-def reported(story: Story) -> list[Sample]:
-    """The samples at which the job's status told of new steps."""
-    rows: list[Sample] = []
-    for sample in story.samples:
-        if sample.loss is not None and (not rows or sample.step > rows[-1].step):
-            rows.append(sample)
-    return rows
+from crosscloud_lab.demo.follow import Story
 
 
 def draw(story: Story, path: Path) -> Path:
@@ -23,12 +14,17 @@ def draw(story: Story, path: Path) -> Path:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = reported(story)
+    rows = story.reported
     seconds = [sample.seconds for sample in rows]
     figure, (loss, wan) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     loss.plot(seconds, [sample.loss for sample in rows], color="#3b6fb6", marker="o", markersize=3)
     loss.set(title="Training loss", xlabel="seconds since `kubectl apply`", ylabel="nats per byte")
-    wan.plot(seconds, [sample.dense_bytes / 1e6 for sample in rows], color="#b0b0b0", label="dense fp32 (computed)")
+    wan.plot(
+        seconds,
+        [sample.dense_bytes / 1e6 for sample in rows],
+        color="#b0b0b0",
+        label="fp32 all-reduce at every step (computed)",
+    )
     wan.plot(seconds, [sample.wan_bytes / 1e6 for sample in rows], color="#d1495b", label="sent (at the interface)")
     wan.set(
         title="Bytes over the WAN, both ways",

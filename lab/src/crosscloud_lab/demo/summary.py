@@ -21,10 +21,10 @@ def summarise(console: Console, story: Story, sentence: str, picture: Path) -> N
         table.add_row(f"replica {row['index']} ran in", where(status, row["index"]))
     table.add_row("training loss", f"{progress['firstLoss']} at the start, {progress['loss']} at the end")
     table.add_row("validation loss", str(progress.get("validationLoss", "-")))
-    table.add_row("speed", f"{progress['tokensPerSecond']} tokens/s on this machine's processors")
+    table.add_row("speed", f"{mean_speed(story):.0f} tokens/s on this machine's processors")
     ratio = last.dense_bytes / max(last.wan_bytes, 1)
     table.add_row("WAN, counted at the interface", megabytes(last.wan_bytes))
-    table.add_row("dense fp32 at every step", f"{megabytes(last.dense_bytes)}: {ratio:.0f} times as much")
+    table.add_row("fp32 all-reduce at every step", f"{megabytes(last.dense_bytes)}: {ratio:.0f} times as much")
     digests = {row["index"]: row.get("digest") for row in status["replicaStatuses"]}
     same = len(set(digests.values())) == 1 and None not in digests.values()
     word = "equal" if same else "[bold red]DIFFERENT[/]"
@@ -33,6 +33,12 @@ def summarise(console: Console, story: Story, sentence: str, picture: Path) -> N
     table.add_row("result", status["result"]["uri"])
     console.print(Panel(table, title="One model, trained in two clusters", title_align="left", expand=False))
     console.print(Panel(sentence, title="What it writes", title_align="left", expand=False), markup=False)
+
+
+def mean_speed(story: Story) -> float:
+    """Tokens per second of the whole job, from the first report of a step to the last."""
+    first, last = story.reported[0], story.reported[-1]
+    return (last.tokens - first.tokens) / max(last.seconds - first.seconds, 1e-9)
 
 
 def goodbye(console: Console, lab: Lab) -> None:
@@ -46,10 +52,10 @@ The clusters are still up. Look around:
   kubectl get cctj,mcl -A
   kubectl describe cctj tiny-llama -n ml
 
-Cut the link while a longer job trains: both replicas end their window, pause at the round and say so; after
-`heal` they go on, and their digests are equal.
+Cut the link while a longer job trains: both replicas end their window, pause at the round and
+say so; after `heal` they go on, and their digests are equal. Watch in a second terminal.
   kubectl apply -f examples/long.yaml
-  kubectl get cctj -n ml -w                    # until it is Training
+  kubectl get cctj -n ml -w                    # in the second terminal; wait for Training
   .venv/bin/crosscloud-lab cut east west       # Status becomes WaitingForPeers
   .venv/bin/crosscloud-lab heal
 

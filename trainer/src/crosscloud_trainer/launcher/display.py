@@ -211,10 +211,14 @@ def summary_lines(summary: Summary) -> list[str]:
     if summary.result is not None:
         lines.append(f"result      {shown_path(summary.result)}")
         lines.append(f"checkpoint  {shown_path(summary.checkpoint or '')}")
-        lines.append(
-            f"try         crosscloud-trainer generate {shown_path(summary.result)} --prompt 'def ' --tokens 200"
-        )
+        lines.append(f"try         {program()} generate {shown_path(summary.result)} --prompt 'def ' --tokens 200")
     return lines
+
+
+def program() -> str:
+    """This command as it was called, so that what is printed can be pasted."""
+    called = sys.argv[0]
+    return called if Path(called).name == "crosscloud-trainer" else "crosscloud-trainer"
 
 
 def activity_words(state: RunState, replica: int) -> str:
