@@ -20,6 +20,7 @@ from crosscloud_lab.demo.follow import member_bytes
 from crosscloud_lab.demo.steps import tool
 
 NAME = "tiny-llama"
+TOKENS = 800_000
 
 
 @dataclass
@@ -55,53 +56,69 @@ def after_round(cloud: Cloud, count: int) -> Obj | None:
     return job if len(rows) == 2 and min(row["round"] for row in rows) >= count else None
 
 
+def ready_operator(cloud: Cloud) -> str:
+    """UID of the operator's pod that is ready: it holds the Lease and has seen the hub."""
+    label = ("-l", "app.kubernetes.io/component=operator")
+    for pod in cloud.get("hub", "pods", *label, namespace="crosscloud-system"):
+        conditions = pod["status"].get("conditions", [])
+        if any(item["type"] == "Ready" and item["status"] == "True" for item in conditions):
+            return str(pod["metadata"]["uid"])
+    return ""
+
+
 def kill_operator(cloud: Cloud) -> None:
-    """No grace: the process has no chance to tidy up."""
+    """No grace: the process has no chance to tidy up. Returns when another one is ready."""
+    old = ready_operator(cloud)
     cloud.kubectl("hub", "delete", "pod", "-n", "crosscloud-system", "-l", "app.kubernetes.io/component=operator",
                   "--grace-period=0", "--force")  # fmt: skip
+    wait_for("another operator", lambda: ready_operator(cloud) not in ("", old), seconds=180)
 
 
 @pytest.fixture(scope="module")
 def run(cloud: Cloud) -> Run:
+    """The link is cut first: while the job waits, it can't end before everything was looked at."""
     seen = Run()
     manifest = example("demo.yaml")
-    manifest["spec"]["training"]["tokens"] = 1_000_000
+    manifest["spec"]["training"] |= {"tokens": TOKENS, "evaluateEvery": 20}
     cloud.delete_job(NAME)
     before = member_bytes(cloud.lab)
     cloud.apply("hub", manifest)
-
     wait_for("two rounds", lambda: after_round(cloud, 2), seconds=420)
-    seen.pods_before_kill = uids(cloud)
-    kill_operator(cloud)
-    count = max(rounds(cloud.job(NAME))) + 2
-    wait_for("the new operator to follow the rounds", lambda: after_round(cloud, count), seconds=240)
-    seen.pods_after_kill = uids(cloud)
-    with operator_metrics(cloud) as address, run_prometheus([address]) as prometheus:
-        for title, expression in panel_queries(namespace="ml", job=NAME):
-            seen.panels[title + ": " + expression] = wait_for(
-                title, lambda q=expression: prometheus.query(q), seconds=60
-            )
-    first = cloud.pods(NAME)[0]["metadata"]["name"]
-    seen.trainer_metrics = cloud.kubectl(
-        "east", "exec", "-n", "ml", first, "-c", "trainer", "--", "python3", "-c",
-        "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9400/metrics').read().decode())",
-    )  # fmt: skip
 
     cloud.lab.cut("east", "west")
     try:
-        cloud.wait_for_reason(NAME, "WaitingForPeers", seconds=180)
+        wait_for("both replicas to wait", lambda: all_waiting(cloud), seconds=240)
+        cloud.wait_for_reason(NAME, "WaitingForPeers")
         seen.while_cut = cloud.job(NAME)
         seen.rounds_while_cut.append(rounds(seen.while_cut))
-        wait_for("both replicas to wait", lambda: all_waiting(cloud), seconds=120)
+        seen.pods_before_kill = uids(cloud)
+        kill_operator(cloud)
+        look_at_metrics(cloud, seen)
+        assert cloud.reason(NAME) == "WaitingForPeers"
         seen.rounds_while_cut.append(rounds(cloud.job(NAME)))
     finally:
         cloud.lab.heal()
+    count = max(seen.rounds_while_cut[1]) + 1
+    wait_for("the new operator to follow the rounds", lambda: after_round(cloud, count), seconds=240)
+    seen.pods_after_kill = uids(cloud)
     cloud.wait_for_reason(NAME, "Succeeded", seconds=600)
     wait_for("the pods to end", lambda: phases(cloud) == {"Succeeded"}, seconds=120)
     seen.ended = cloud.job(NAME)
     seen.wan_bytes = member_bytes(cloud.lab) - before
     seen.pods = cloud.pods(NAME)
     return seen
+
+
+def look_at_metrics(cloud: Cloud, seen: Run) -> None:
+    """What a Prometheus gets from the operator for each panel, and what a trainer exports."""
+    with operator_metrics(cloud) as address, run_prometheus([address]) as prometheus:
+        for title, expression in panel_queries(namespace="ml", job=NAME):
+            found = wait_for(title, lambda q=expression: prometheus.query(q), seconds=90)
+            seen.panels[f"{title}: {expression}"] = found
+    pod = cloud.pods(NAME, "east")[0]["metadata"]["name"]
+    script = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9400/metrics').read().decode())"
+    in_pod = ("exec", "-n", "ml", pod, "-c", "trainer", "--", "python3", "-c", script)
+    seen.trainer_metrics = cloud.kubectl("east", *in_pod)
 
 
 def all_waiting(cloud: Cloud) -> bool:
@@ -140,7 +157,7 @@ def test_each_replica_ran_in_its_member_on_the_nodes_of_the_plan(run: Run) -> No
 
 def test_the_job_succeeded_and_its_loss_fell(run: Run) -> None:
     progress = run.ended["status"]["progress"]
-    assert progress["step"] == progress["totalSteps"] == -(-1_000_000 // (2 * 8 * 256))
+    assert progress["step"] == progress["totalSteps"] == -(-TOKENS // (2 * 8 * 256))
     assert float(progress["loss"]) < 0.75 * float(progress["firstLoss"])
 
 
