@@ -172,6 +172,21 @@ async def test_the_trainer_container_decides_while_a_sidecar_runs_on(code: int) 
     assert scene.status().attempts_counted == code
 
 
+async def test_a_pod_whose_phase_lags_behind_its_trainers_end_is_kept_for_its_logs() -> None:
+    scene = await running()
+    for pod in scene.pods():
+        if any(item["name"] == "CROSSCLOUD_REPORT" for item in pod["spec"]["containers"][0]["env"]):
+            report(scene.world, pod, "Ended", "Succeeded")
+        ended = {"terminated": {"exitCode": 0, "reason": "Completed", "finishedAt": rfc3339(scene.world.clock)}}
+        scene.cluster_of(pod).change(pod, phase="Running", containerStatuses=[trainer_container(ended)])
+    kept = {pod["metadata"]["uid"] for pod in scene.pods()}
+    await scene.until(lambda: scene.status().is_true("Succeeded"))
+    for pod in scene.pods():
+        scene.cluster_of(pod).change(pod, phase="Succeeded")
+    await scene.until(lambda: scene.status().attempt.gone_at is not None)  # type: ignore[union-attr]
+    assert {pod["metadata"]["uid"] for pod in scene.pods()} == kept
+
+
 async def test_a_deleted_pod_ends_the_attempt_without_counting() -> None:
     scene = await running()
     victim = scene.pods()[1]

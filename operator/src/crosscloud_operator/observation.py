@@ -284,7 +284,7 @@ def _found(member: str, raw: Obj) -> Found:
         leaving=bool(raw["metadata"].get("deletionTimestamp")),
         is_trainer=is_pod and labels.get(names.COMPONENT) == names.TRAINER,
         finished=is_pod and (raw.get("status") or {}).get("phase") in inventory.ENDED,
-        trainer_ended=is_pod and observed.end_of(raw) is not None,
+        held_open=is_pod and observed.is_held_open(raw),
     )
 
 

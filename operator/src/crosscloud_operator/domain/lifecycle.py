@@ -88,7 +88,7 @@ class Found:
     leaving: bool = False
     is_trainer: bool = False  # a pod of the plan, not the gateway's
     finished: bool = False
-    trainer_ended: bool = False
+    held_open: bool = False  # its trainer has ended, and a container beside it runs on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,6 +172,17 @@ def _trainer_status(status: Obj) -> Obj:
     return next((item for item in containers if item.get("name") == names.TRAINER), {})
 
 
+def is_held_open(raw: Obj) -> bool:
+    """Whether the trainer has ended and another container runs on, so that the pod would never end by itself.
+
+    The kubelet reports the trainer's end a moment before the pod's: that moment is not this.
+    """
+    others = [
+        item for item in (raw.get("status") or {}).get("containerStatuses") or () if item["name"] != names.TRAINER
+    ]
+    return end_of(raw) is not None and any((item.get("state") or {}).get("running") is not None for item in others)
+
+
 def _disrupted(status: Obj) -> bool:
     conditions = status.get("conditions") or ()
     return any(item.get("type") == "DisruptionTarget" and item.get("status") == "True" for item in conditions)

@@ -67,7 +67,7 @@ def ending(facts: Facts) -> Decision:
     overdue = finished is not None and facts.now > record.seconds(finished) + EXIT_GRACE
     left = [item for item in facts.found if not (item.is_trainer and item.finished)]
     if left or facts.unreachable:
-        removable = [item for item in left if not item.is_trainer or item.trainer_ended or overdue]
+        removable = [item for item in left if not item.is_trainer or item.held_open or overdue]
         status = words.with_condition(facts.status, words.RUNNING, False, "Succeeded", _message(facts), facts.now)
         return Decision(status, _removals(removable), requeue=LOOK if left else UNREACHABLE_LOOK)
     return Decision(with_attempt(facts.status, gone_at=record.rfc3339(facts.now)))
