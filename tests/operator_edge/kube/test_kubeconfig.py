@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an auth provider": (changed(*USER, "auth-provider", value={"name": "gcp"}), "users[0].user.auth-provider"),
     "a token file": (changed(*USER, "tokenFile", value="/var/run/secrets/token"), "users[0].user.tokenFile"),
     "a certificate by path": (changed(*USER, "client-certificate", value="a.crt"), "users[0].user.client-certificate"),
-    "a key by path": (changed(*USER, "client-key", value="/root/.ssh/id"), "users[0].user.client-key"),
+    "a key by path": (changed(*USER, "client-key", value="/home/me/.ssh/id"), "users[0].user.client-key"),
     "an authority by path": (
         changed(*CLUSTER, "certificate-authority", value="/home/me/ca.crt"),
         "clusters[0].cluster.certificate-authority",
