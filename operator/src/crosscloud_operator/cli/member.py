@@ -136,7 +136,7 @@ async def _add(wanted: Wanted, hub: HttpCluster, namespace: str, member: HttpClu
         gateway["address"] = wanted.gateway_address
     if before.get("access", {}).get("inCluster") is not None:
         raise Failed(f"MemberCluster {wanted.name} is the hub itself (spec.access.inCluster); choose another name")
-    _vetted(_stored(member, wanted, "placeholder"), wanted)  # before anything is made that would be of no use
+    _vetted(_stored(member, wanted, "to-come"), wanted)  # all but the token, before anything is made
 
     await _apply_all(member, [*setup.account_objects(), *setup.run_objects(allowed)], wanted, out)
     await _withdraw(member, allowed, wanted, out)
