@@ -19,7 +19,7 @@ from crosscloud_trainer.contract import Activity, Completion, Outcome, Progress,
 from crosscloud_trainer.journal import KINDS, Journal, Wan, wan_of_vector, wan_vector
 from crosscloud_trainer.launcher.attempt import LocalJob, free_ports
 from crosscloud_trainer.launcher.manifest import read_manifest
-from crosscloud_trainer.reporting import Identity, Reporter, Status, StatusFile, read_status
+from crosscloud_trainer.reporting import Identity, Reporter, Stall, Status, StatusFile, read_status
 
 NEVER = lambda: False  # noqa: E731 - a constant function
 DONE = Completion(outcome=Outcome.SUCCEEDED, exit_code=0, message="training has ended")
@@ -105,6 +105,24 @@ def test_the_status_file_follows_what_changes_while_the_training_thread_waits(tm
     wait_for(lambda: (found := read_status(path)) and found.activity is Activity.WAITING, "the waiting")
     file.close()
     assert read_status(tmp_path / "none") is None
+
+
+# Waiting
+
+
+def test_a_wait_is_told_after_ten_seconds_in_which_no_byte_has_moved_and_its_time_stays_the_same() -> None:
+    stall = Stall(10)
+    assert stall.since(100.0, 5, 109.9) is None
+    assert [stall.since(100.0, 5, now) for now in (110.0, 110.2, 500.0)] == [100.0, 100.0, 100.0]
+    assert stall.since(None, 5, 500.2) is None
+    assert stall.since(500.4, 5, 510.0) is None  # the next wait starts anew
+
+
+def test_a_round_on_a_slow_link_is_not_told_as_waiting_while_bytes_arrive() -> None:
+    stall = Stall(10)
+    assert [stall.since(0.0, now // 5, float(now)) for now in range(100)] == [None] * 100
+    assert [stall.since(0.0, 19, now) for now in (104.9, 105.0, 200.0)] == [None, 95.0, 95.0]
+    assert stall.since(0.0, 20, 201.0) is None
 
 
 # Counters

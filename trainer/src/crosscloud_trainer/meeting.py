@@ -18,17 +18,18 @@ from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.journal import Journal, Wan, wan_of_vector, wan_vector
 from crosscloud_trainer.link import Authority, Link
+from crosscloud_trainer.link.traffic import PAYLOAD, RESULT
 from crosscloud_trainer.membership.exchange import LinkExchange
 from crosscloud_trainer.membership.register import open_view, register_from
 from crosscloud_trainer.membership.solo import SoloExchange
 from crosscloud_trainer.metrics import package_version
-from crosscloud_trainer.reporting import Status
+from crosscloud_trainer.reporting import Stall, Status
 from crosscloud_trainer.topology import own_cells
 
 # A round may wait for days while a link is cut; a rank that has gone is noticed by its closed connection.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
 
-_SHOWN_AS_WAITING_SECONDS = 2.0  # a round that waits for less is no news
+_STALL_SECONDS = 10.0  # a round in which nothing moves for less is no news
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class Watch:
     def __init__(self, meeting: Meeting, journal: Journal) -> None:
         self._meeting, self._journal = meeting, journal
         self._looked = time.monotonic()
+        self._stall = Stall(_STALL_SECONDS)
 
     def live(self, status: Status) -> Status:
         """The status with progress, view and what a round waits for."""
@@ -138,12 +140,13 @@ class Watch:
         activity, waiting = status.activity, exchange.waiting()
         if waiting is not None:
             self._journal.waited(now - before)
-            if time.time() - waiting.since > _SHOWN_AS_WAITING_SECONDS:
-                activity = Activity.WAITING
-                since = datetime.fromtimestamp(waiting.since, UTC).isoformat(timespec="seconds")
-                progress = replace(
-                    progress, waiting_for=tuple(waiting.replicas), waiting_since=since.replace("+00:00", "Z")
-                )
+        stalled = self._stall.since(waiting.since if waiting else None, self._moved() if waiting else 0, time.time())
+        if waiting is not None and stalled is not None:
+            activity = Activity.WAITING
+            since = datetime.fromtimestamp(stalled, UTC).isoformat(timespec="seconds")
+            progress = replace(
+                progress, waiting_for=tuple(waiting.replicas), waiting_since=since.replace("+00:00", "Z")
+            )
         authority = exchange.authority
         return replace(
             status,
@@ -153,6 +156,11 @@ class Watch:
             activity=activity,
             progress=progress,
         )
+
+    def _moved(self) -> int:
+        """Bytes of rounds that this rank's link has moved, either way; heartbeats go on while a round stands still."""
+        peers = self._meeting.link.traffic() if self._meeting.link is not None else []
+        return sum(count[kind] for peer in peers for count in (peer.sent, peer.received) for kind in (PAYLOAD, RESULT))
 
 
 def count_traffic(meeting: Meeting, journal: Journal, group: TorchGroup, place: Place) -> None:

@@ -226,6 +226,31 @@ class Reporter:
         )
 
 
+class Stall:
+    """Tells a wait that is news from the ordinary one of a slow link: nothing has moved for so many seconds. Pure."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._began: float | None = None
+        self._moved = 0
+        self._quiet_since = 0.0
+
+    def since(self, began: float | None, moved: int, now: float) -> float | None:
+        """Since when nothing has moved, once that is long enough to tell; times in seconds since 1970.
+
+        `began` is when the present wait began, None while there is none; `moved` counts bytes that have crossed. The
+        answer stays the same for as long as nothing moves, so that it makes no new text at each report.
+        """
+        if began is None:
+            self._began = None
+            return None
+        if began != self._began:
+            self._began, self._moved, self._quiet_since = began, moved, began
+        elif moved != self._moved:
+            self._moved, self._quiet_since = moved, now
+        return self._quiet_since if now - self._quiet_since >= self._seconds else None
+
+
 class StatusFile:
     """Rank 0's side: keeps the newest status in a file, also while the training thread waits in a round.
 
