@@ -106,3 +106,27 @@ def test_times_in_a_status_are_whole_seconds_of_utc() -> None:
     assert rfc3339(0.9) == "1970-01-01T00:00:00Z"
     assert seconds("1970-01-01T01:00:00+01:00") == 0.0
     assert seconds(rfc3339(1_800_000_000)) == 1_800_000_000
+
+
+def member(name: str, made: str, cluster: str | None = None) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "creationTimestamp": made},
+        "status": {"clusterId": cluster} if cluster else {},
+    }
+
+
+def test_of_two_members_that_are_one_cluster_the_older_goes_on_and_of_equal_age_the_first_by_name() -> None:
+    old, new = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"
+    members = [
+        member("a", new, "u1"),
+        member("b", old, "u1"),
+        member("c", old, "u2"),
+        member("d", new),
+        member("e", new),
+    ]
+    assert inventory.duplicates(members, {}) == {"a": "b"}
+    assert inventory.duplicates(reversed(members), {}) == {"a": "b"}
+    assert inventory.duplicates(members, {"d": "u3", "e": "u3"}) == {"a": "b", "e": "d"}
+    # What is seen now counts more than what was written before.
+    assert inventory.duplicates(members, {"b": "u4"}) == {}
+    assert inventory.duplicates([], {}) == {}

@@ -144,3 +144,30 @@ async def test_objects_of_others_under_our_names_are_reported_and_never_touched(
     scene.world.real_hub.remove(Ref(JOB, "demo", "ml"))
     await scene.until(lambda: scene.world.real_hub.find(JOB, "demo") is None)
     assert west.find(KINDS[kind], name) == before
+
+
+async def test_a_cluster_under_two_names_is_placed_on_once_and_what_runs_under_the_younger_name_goes_on() -> None:
+    scene = Lab(lab())
+    (east, west) = (scene.world.real_hub.find(MEMBER, name) for name in ("east", "west"))
+    assert east is not None
+    assert west is not None
+    west["metadata"]["creationTimestamp"] = "2026-02-01T00:00:00Z"
+    scene.submit(job("before"))
+    await scene.until(lambda: scene.status("before").is_true("Running"))
+
+    for name in ("east", "west"):
+        system = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kube-system"}}
+        scene.world.clusters[name].put(system)["metadata"]["uid"] = "one-and-the-same"
+        scene.world.add_node(name, "more", 8)
+    scene.submit(job())
+    await scene.until(lambda: scene.status().is_true("Running"))
+    assert {stage.member for stage in scene.status().plan} == {"east"}
+    assert [(item.member, item.reason) for item in scene.status().refused] == [
+        ("west", "unknown: it is the same cluster as east, where its GPUs are counted")
+    ]
+    assert scene.status("before").is_true("Running")
+    assert {stage.member for stage in scene.status("before").plan} == {"east", "west"}
+
+    scene.world.real_hub.remove(Ref(JOB, "before", "ml"))
+    await scene.until(lambda: scene.world.real_hub.find(JOB, "before") is None)
+    assert scene.pods("before") == []

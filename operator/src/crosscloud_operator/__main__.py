@@ -16,6 +16,7 @@ from typing import Any
 import kopf
 
 from crosscloud_operator import handlers
+from crosscloud_operator.domain.inventory import SYSTEM_NAMESPACE
 from crosscloud_operator.domain.settings import JobSettings
 from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.api import NAMESPACE, ApiError, Ref
@@ -182,7 +183,7 @@ async def hub_id(hub: HttpCluster) -> str:
     pause = Backoff(0.5, 10.0)
     while True:
         try:
-            found = await hub.get(Ref(NAMESPACE, "kube-system"))
+            found = await hub.get(Ref(NAMESPACE, SYSTEM_NAMESPACE))
         except ApiError as fault:
             log.warning("the hub does not answer yet: %s", fault.message)
             await asyncio.sleep(pause.next())

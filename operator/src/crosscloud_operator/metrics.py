@@ -18,6 +18,7 @@ from crosscloud_operator.domain import names
 from crosscloud_operator.domain.record import condition_in
 from crosscloud_operator.kube.api import CONFIG_MAP, Obj
 from crosscloud_operator.kube.credentials import life_of
+from crosscloud_operator.kube.duplicates import duplicates
 from crosscloud_operator.kube.workqueue import Outcome
 from crosscloud_operator.kube.world import KubeWorld
 from crosscloud_trainer.contract import REPORT_KEY, InvalidDocument, Report, read_json
@@ -172,7 +173,7 @@ def _member_families(world: KubeWorld, now: float) -> Iterator[Metric]:
     expiry = gauge("credentials_expiry_seconds", "Time until the member's credentials end; +Inf where they don't.")
     total = gauge("gpus", "GPUs of a node pool.", "pool", "gpu")
     free = gauge("free_gpus", "GPUs of a node pool that no bound pod has asked for.", "pool", "gpu")
-    running = world.running_members()
+    running, doubled = world.running_members(), duplicates(world)
     for obj in world.members():
         name = obj["metadata"]["name"]
         member = running.get(name)
@@ -183,7 +184,7 @@ def _member_families(world: KubeWorld, now: float) -> Iterator[Metric]:
             continue
         expires = life_of(member.cluster.access).expires
         expiry.add_metric([name], math.inf if expires is None else expires - now)
-        for pool in member.pools() if member.synced else ():
+        for pool in member.pools() if member.synced and name not in doubled else ():
             total.add_metric([name, pool.name, pool.gpu], pool.total)
             free.add_metric([name, pool.name, pool.gpu], pool.free)
     yield from (reachable, lost, expiry, total, free)

@@ -31,6 +31,7 @@ from crosscloud_operator.kube.api import (
     Ref,
     World,
 )
+from crosscloud_operator.kube.duplicates import duplicates
 from crosscloud_trainer.contract import Report
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ class Reach:
 def place(world: World, job: Job, jobs: Iterable[Obj], settings: JobSettings) -> placement.Placement:
     """The plan on the members as last seen, less what the given jobs' plans hold."""
     members = sorted(world.members(), key=lambda item: str(item["metadata"]["name"]))
-    snapshots = [_snapshot(world, member, settings) for member in members]
+    doubled = duplicates(world)
+    snapshots = [_snapshot(world, member, settings, doubled) for member in members]
     pods = {}
     for member in snapshots:
         cache = world.cache(member.name, POD)
@@ -246,12 +248,14 @@ def _known_members(world: World, status: JobStatus) -> tuple[tuple[str, ...], tu
     return tuple(name for name in names_ if name in there), tuple(name for name in names_ if name not in there)
 
 
-def _snapshot(world: World, member: Obj, settings: JobSettings) -> Snapshot:
+def _snapshot(world: World, member: Obj, settings: JobSettings, doubled: Mapping[str, str]) -> Snapshot:
     name = member["metadata"]["name"]
     caches = [world.cache(name, kind) for kind in (NODE, POD, NAMESPACE)]
     if world.member(name) is None:
         reason = "it can't be used now; see the conditions of MemberCluster " + name
         return Snapshot(name, unknown=reason)
+    if name in doubled:
+        return Snapshot(name, unknown=f"it is the same cluster as {doubled[name]}, where its GPUs are counted")
     complete = [cache for cache in caches if cache is not None and cache.synced]
     since = [cache.unreachable_since for cache in caches if cache is not None and cache.unreachable_since is not None]
     if since:

@@ -135,6 +135,27 @@ def test_adding_again_keeps_what_is_right_and_takes_rights_back_where_jobs_may_n
     assert not may(east_api, "create", "pods", "lab")
 
 
+def test_a_cluster_that_is_a_member_already_is_not_added_under_another_name(
+    crosscloud: Command, hub_api: ApiServer, east_api: ApiServer
+) -> None:
+    kubeconfig = ("--kubeconfig", str(east_api.kubeconfig))
+    with world_at_work(hub_api):
+        crosscloud("member", "add", "east", *kubeconfig)
+        for more in ((), ("--dry-run",)):
+            out = " ".join(crosscloud("member", "add", "twin", *kubeconfig, *more, code=1).split())
+            assert "--kubeconfig: its cluster is the member east already" in out
+            assert "crosscloud member remove east" in out
+        assert hub_api.raw("GET", "/apis/crosscloud.dev/v1alpha1/memberclusters/twin")[0] == 404
+        assert hub_api.raw("GET", f"/api/v1/namespaces/{SYSTEM}/secrets/member-twin")[0] == 404
+        assert "east is Ready" in crosscloud("member", "add", "east", *kubeconfig)
+        # One that came in by hand goes without the rights of the other.
+        twin = {"metadata": {"name": "twin"}, "spec": {"access": {"kubeconfigSecret": {"name": "member-twin"}}}}
+        kind = {"apiVersion": "crosscloud.dev/v1alpha1", "kind": "MemberCluster"}
+        hub_api.request("POST", "/apis/crosscloud.dev/v1alpha1/memberclusters", kind | twin)
+        assert "its account and rights stay" in crosscloud("member", "remove", "twin", *kubeconfig)
+        assert may(east_api, "list", "nodes", None)
+
+
 def test_a_dry_run_tells_all_and_changes_nothing(crosscloud: Command, hub_api: ApiServer, east_api: ApiServer) -> None:
     def version(api: ApiServer) -> str:
         return str(api.request("GET", "/api/v1/configmaps?limit=1")["metadata"]["resourceVersion"])

@@ -16,6 +16,7 @@ from apiserver import ApiServer
 from faultproxy import fault_proxy
 from waiting import until
 
+from crosscloud_operator.domain.record import seconds
 from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.api import CONFIG_MAP, MEMBER, NODE, POD, Obj
 from crosscloud_operator.kube.cluster import HttpCluster
@@ -188,9 +189,35 @@ async def test_a_kubeconfig_that_is_a_trap_is_refused_while_others_go_on_and_can
     assert at_work.condition("trap", "CredentialsValid")[0] == "False"
     assert at_work.world.member("trap") is None
     assert at_work.world.cache("trap", POD) is None
+    at_work.api.request("DELETE", "/apis/crosscloud.dev/v1alpha1/memberclusters/east")
     at_work.store("trap", east_api.kubeconfig.read_text())
     await at_work.ready("trap")
     assert at_work.world.member("trap") is not None
+
+
+async def test_one_cluster_under_two_names_is_ready_under_the_older_one_until_that_is_removed(
+    at_work: Running, east_api: ApiServer
+) -> None:
+    node(east_api, "n1", 4)
+    uid = east_api.request("GET", "/api/v1/namespaces/kube-system")["metadata"]["uid"]
+    at_work.add("b-first", east_api.kubeconfig.read_text())
+    await at_work.ready("b-first")
+    made = at_work.api.request("GET", "/apis/crosscloud.dev/v1alpha1/memberclusters/b-first")["metadata"]
+    await until(lambda: time.time() > seconds(made["creationTimestamp"]) + 1)  # ages are whole seconds
+    at_work.add("a-second", east_api.kubeconfig.read_text())
+    await until(lambda: at_work.condition("a-second")[1] == "DuplicateCluster")
+    status, _, message = at_work.condition("a-second")
+    assert status == "False"
+    assert "is the member b-first already" in message
+    assert "crosscloud member remove a-second" in message
+    assert {at_work.status(name)["clusterId"] for name in ("a-second", "b-first")} == {uid}
+    await until(lambda: at_work.status("b-first")["gpus"] == 4)
+    assert "gpus" not in at_work.status("a-second")
+    assert at_work.condition("b-first")[:2] == ("True", "Connected")
+
+    at_work.api.request("DELETE", "/apis/crosscloud.dev/v1alpha1/memberclusters/b-first")
+    await at_work.ready("a-second")
+    assert at_work.status("a-second")["gpus"] == 4
 
 
 async def test_a_secret_may_come_later_than_its_member(at_work: Running, east_api: ApiServer) -> None:

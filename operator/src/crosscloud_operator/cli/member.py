@@ -27,6 +27,7 @@ from crosscloud_operator.cli.common import (
     run,
 )
 from crosscloud_operator.cli.selector import parse_selector
+from crosscloud_operator.domain.inventory import SYSTEM_NAMESPACE, cluster_id
 from crosscloud_operator.domain.record import condition_in, has_ended, rfc3339
 from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.api import (
@@ -129,6 +130,7 @@ def add(name: str, kubeconfig: str, context: str | None, hub: Hub, **options: An
 
 async def _add(wanted: Wanted, hub: HttpCluster, namespace: str, member: HttpCluster, out: Console) -> None:
     present = await _checked_hub(hub, wanted.name, namespace)
+    await _checked_cluster(hub, wanted.name, member)
     before: Mapping[str, Any] = (present or {}).get("spec") or {}
     allowed = _allowed(wanted, before)
     gateway: Obj = dict(before.get("gateway") or {"type": "NodePort"})
@@ -163,6 +165,24 @@ async def _checked_hub(hub: Cluster, name: str, namespace: str) -> Obj | None:
     if await hub.get(Ref(NAMESPACE, namespace)) is None:
         raise Failed(f"--operator-namespace: the hub has no namespace {namespace!r}: {INSTALL}, or name the right one")
     return await hub.get(Ref(MEMBER, name))
+
+
+async def _checked_cluster(hub: Cluster, name: str, member: Cluster) -> None:
+    """One cluster under two names would have its GPUs counted twice."""
+    if found := await _same_cluster(hub, name, member):
+        raise Failed(
+            f"--kubeconfig: its cluster is the member {found} already, and can be one member only (its GPUs would be "
+            f"counted twice); take that name, or first `crosscloud member remove {found}`"
+        )
+
+
+async def _same_cluster(hub: Cluster, name: str, member: Cluster) -> str | None:
+    """Another member that is this cluster, as the operator has seen."""
+    system = await member.get(Ref(NAMESPACE, SYSTEM_NAMESPACE))
+    cluster = cluster_id([system] if system else [])
+    others = [other for other in await _members(hub) if other["metadata"]["name"] != name]
+    same = (other for other in others if cluster and (other.get("status") or {}).get("clusterId") == cluster)
+    return next((str(other["metadata"]["name"]) for other in same), None)
 
 
 async def _members(hub: Cluster) -> Sequence[Obj]:
@@ -333,7 +353,11 @@ async def _remove(name: str, force: bool, hub: Cluster, namespace: str, member: 
     if secret is not None and setup.MARK.items() <= (secret["metadata"].get("labels") or {}).items():
         await hub.delete(Ref.of(secret), uid=secret["metadata"]["uid"])
         out.print(f"hub: {_title(secret)}: deleted")
-    if member is not None:
+    if member is None:
+        return
+    if other := await _same_cluster(hub, name, member):
+        out.print(f"{name}: its account and rights stay, since its cluster is the member {other} too")
+    else:
         await _remove_rights(member, out)
 
 

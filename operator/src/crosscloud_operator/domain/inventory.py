@@ -26,6 +26,7 @@ POOL_LABELS = (
     "kubernetes.azure.com/agentpool",
 )
 ENDED = ("Succeeded", "Failed")
+SYSTEM_NAMESPACE = "kube-system"
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,31 @@ def gateway_host(member: Obj, nodes: Iterable[Obj]) -> str | None:
                     if address.get("type") == kind:
                         return str(address["address"])
     return None
+
+
+def cluster_id(namespaces: Iterable[Obj]) -> str | None:
+    """What tells one cluster from all others: the UID of its namespace kube-system, which lives as long as it does."""
+    found = (item["metadata"].get("uid") for item in namespaces if item["metadata"]["name"] == SYSTEM_NAMESPACE)
+    return next((str(uid) for uid in found if uid), None)
+
+
+def duplicates(members: Iterable[Obj], seen: Mapping[str, str]) -> dict[str, str]:
+    """Members whose cluster an older one names already, with that one's name; of equal age, the first by name.
+
+    `seen` are the ids of the clusters that are watched, by member; the others' are in their status since they were.
+    """
+    found: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for member in sorted(members, key=_age):
+        name = str(member["metadata"]["name"])
+        cluster = seen.get(name) or (member.get("status") or {}).get("clusterId")
+        if cluster and first.setdefault(cluster, name) != name:
+            found[name] = first[cluster]
+    return found
+
+
+def _age(member: Obj) -> tuple[str, str]:
+    return str(member["metadata"].get("creationTimestamp") or ""), str(member["metadata"]["name"])
 
 
 def _gpus(node: Obj, resource: str) -> int:

@@ -120,6 +120,7 @@ class Member:
             unreachable_since=self.unreachable_since,
             fault=fault,
             version=self.version,
+            cluster_id=inventory.cluster_id(self.informers[NAMESPACE].objects()),
             pools=self.pools() if self.synced else (),
             life=life_of(self.cluster.access),
             renewal_fault=self.renewal_fault,

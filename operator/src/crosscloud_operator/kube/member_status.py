@@ -21,6 +21,8 @@ class Facts:
     unreachable_since: float | None = None
     fault: ApiError | None = None
     version: str = ""
+    cluster_id: str | None = None
+    duplicate_of: str | None = None  # the member that names the same cluster, and was there first
     pools: Sequence[Pool] = field(default_factory=tuple)
     life: Life | None = None
     renewal_fault: str = ""
@@ -41,24 +43,33 @@ def status(member: Obj, facts: Facts, now: float) -> Obj:
     found: Obj = {
         "observedGeneration": generation,
         "conditions": [
-            _written(condition, before, generation, now) for condition in (_ready(facts), _credentials(facts, now))
+            _written(condition, before, generation, now)
+            for condition in (_ready(member["metadata"]["name"], facts), _credentials(facts, now))
         ],
     }
     if facts.life and facts.life.expires is not None and not facts.unusable:
         found["credentials"] = {"expiresAt": rfc3339(facts.life.expires)}
+    kept = ("clusterId", "version", "nodePools", "gpus", "freeGpus")
     if facts.synced:
         found["version"] = facts.version
+        if facts.cluster_id:
+            found["clusterId"] = facts.cluster_id
+    else:  # what was seen before the credentials or the contact went
+        found |= {key: before[key] for key in kept if key in before}
+    if facts.duplicate_of:  # its GPUs are the other one's
+        found = {key: value for key, value in found.items() if key not in ("nodePools", "gpus", "freeGpus")}
+    elif facts.synced:
         found["nodePools"] = [_pool(pool) for pool in facts.pools]
         found["gpus"] = sum(pool.total for pool in facts.pools)
         found["freeGpus"] = sum(pool.free for pool in facts.pools)
-    else:  # what was seen before the credentials or the contact went
-        found |= {key: before[key] for key in ("version", "nodePools", "gpus", "freeGpus") if key in before}
     return found
 
 
-def _ready(facts: Facts) -> _Condition:
+def _ready(member: str, facts: Facts) -> _Condition:
     if facts.unusable:
         return _Condition("Ready", "False", facts.unusable.reason, facts.unusable.message)
+    if facts.duplicate_of:
+        return _Condition("Ready", "False", "DuplicateCluster", _duplicate_words(member, facts.duplicate_of))
     if facts.unreachable_since is not None:
         since = f"since {rfc3339(facts.unreachable_since)}"
         words = facts.fault.message if facts.fault else "no contact"
@@ -71,6 +82,13 @@ def _ready(facts: Facts) -> _Condition:
     if not facts.synced:
         return _Condition("Ready", "Unknown", "Connecting", "the first list of its nodes and pods is under way")
     return _Condition("Ready", "True", "Connected", "its API server answers and its objects are watched")
+
+
+def _duplicate_words(member: str, other: str) -> str:
+    return (
+        f"its cluster is the member {other} already, which was there first and goes on; nothing is placed here, so "
+        f"that its GPUs are counted once: take one of the two away (`crosscloud member remove {member}`)"
+    )
 
 
 def _credentials(facts: Facts, now: float) -> _Condition:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.api import JOB, MEMBER, NODE, POD, SECRET, ApiError, Cache, Cluster, Kind, Obj, Ref
 from crosscloud_operator.kube.cluster import HttpCluster
 from crosscloud_operator.kube.credentials import SECRET_KEY, Unusable, access_of, secret_name
+from crosscloud_operator.kube.duplicates import duplicates
 from crosscloud_operator.kube.informer import Informer, Times
 from crosscloud_operator.kube.local import NoAccess
 from crosscloud_operator.kube.member import Member
@@ -211,6 +213,8 @@ class KubeWorld:
         running = self._running.get(name)
         if running is not None:
             facts = self._facts(running)
+            if facts.unusable is None:
+                facts = dataclasses.replace(facts, duplicate_of=duplicates(self).get(name))
         elif name in self._unusable:
             facts = member_status.Facts(unusable=self._unusable[name])
         else:
@@ -262,6 +266,10 @@ class KubeWorld:
         assert changed is not None
         if before is None or after is None or before.get("spec") != after.get("spec"):
             self._mark(changed["metadata"]["name"])
+        if _cluster_of(before) != _cluster_of(after):  # others may be the same cluster, or no longer
+            self._stale |= {obj["metadata"]["name"] for obj in self.members()}
+            self._work.set()
+            self._wake_unfinished()
 
     def _secret_changed(self, before: Obj | None, after: Obj | None) -> None:
         changed = after or before
@@ -346,6 +354,11 @@ class KubeWorld:
 
     def _member_object(self, name: str) -> Obj | None:
         return next((obj for obj in self.members() if obj["metadata"]["name"] == name), None)
+
+
+def _cluster_of(member: Obj | None) -> str | None:
+    found: str | None = ((member or {}).get("status") or {}).get("clusterId")
+    return found
 
 
 def _secret(obj: Obj) -> Obj:
