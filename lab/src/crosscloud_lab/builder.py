@@ -6,17 +6,15 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from crosscloud_lab.errors import LabError
 from crosscloud_lab.packages import IMAGE_TOOLS, ensure_packages
 from crosscloud_lab.progress import Note, Progress
-from crosscloud_lab.shell import run, succeeds
+from crosscloud_lab.shell import run, stream, succeeds
 
 _SUITE = "bookworm"
 _BASE = f"crosscloud.dev/base:{_SUITE}-1"
@@ -84,18 +82,8 @@ class Docker:
         return succeeds(["docker", "image", "inspect", name])
 
     def build(self, request: BuildRequest, note: Note) -> None:
-        _stream(
-            [
-                "docker",
-                "build",
-                "--network=host",
-                f"--target={request.target}",
-                f"--tag={request.name}",
-                str(request.root),
-            ],
-            f"docker build of {request.target}",
-            note,
-        )
+        command = ["docker", "build", "--network=host", f"--target={request.target}", f"--tag={request.name}"]
+        stream([*command, request.root], _steps(note), what=f"docker build of {request.target}")
 
     def export(self, name: str, archive: Path) -> None:
         run(["docker", "save", f"--output={archive}", name], timeout=1800)
@@ -139,7 +127,7 @@ class Buildah:
         if request.wheels:
             command.append(f"--build-arg=PIP_FIND_LINKS={_WHEELS_MOUNT}")
         command += [f"--target={request.target}", f"--tag={request.name}", str(request.root)]
-        _stream(command, f"build of image {request.target}", note)
+        stream(command, _steps(note), what=f"build of image {request.target}")
 
     def export(self, name: str, archive: Path) -> None:
         run([*self._tool, "push", *self._signatures(), name, f"docker-archive:{archive}:{name}"], timeout=1800)
@@ -200,15 +188,11 @@ def superseded(name: str, keep: Sequence[str]) -> bool:
     return name not in keep and name.rpartition(":")[0] in repositories
 
 
-def _stream(command: list[str], what: str, note: Callable[[str], None]) -> None:
-    lines: list[str] = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, errors="replace"
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith(("STEP", "Step")):
-                note(line.strip()[:80])
-    if process.returncode != 0:
-        raise LabError(f"{what} failed:\n{''.join(lines[-30:])}")
+def _steps(note: Note) -> Callable[[str], None]:
+    """Notes the step that a build begins."""
+
+    def told(line: str) -> None:
+        if line.startswith(("STEP", "Step")):
+            note(line.strip()[:80])
+
+    return told

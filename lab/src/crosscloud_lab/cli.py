@@ -17,6 +17,7 @@ from rich.table import Table
 
 from crosscloud_lab import preflight
 from crosscloud_lab.binaries import Binaries
+from crosscloud_lab.builds import build_all
 from crosscloud_lab.errors import LabError
 from crosscloud_lab.images import build_images, load_archive
 from crosscloud_lab.lab import Lab, LabStatus, remove_lab
@@ -24,6 +25,7 @@ from crosscloud_lab.labfile import DEFAULT_NAME, check_lab_name
 from crosscloud_lab.packages import CLUSTER_TOOLS, IMAGE_TOOLS, TEST_TOOLS, ensure_packages
 from crosscloud_lab.paths import cache_dir
 from crosscloud_lab.progress import default_progress
+from crosscloud_lab.shell import interrupt_when_asked_to_end
 
 
 def _told(command: Callable[..., None]) -> Callable[..., None]:
@@ -31,6 +33,7 @@ def _told(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
+        interrupt_when_asked_to_end()
         try:
             command(*args, **kwargs)
         except LabError as error:
@@ -161,10 +164,19 @@ def load_image(name: str, source: str, clusters: tuple[str, ...]) -> None:
     load_archive(_open(name), source, clusters)
 
 
+@main.command()
+@click.option("--root", type=click.Path(path_type=Path), default=Path(), help="Checkout to build images from; here.")
+@_told
+def build(root: Path) -> None:
+    """Build all that clusters and jobs need and the cache lacks: programs and images, side by side."""
+    preflight.require_root()
+    build_all(root.absolute(), default_progress())
+
+
 @main.command("build-images")
 @click.option("--root", type=click.Path(path_type=Path), default=Path(), help="Checkout to build from; here.")
 @_told
-def build(root: Path) -> None:
+def build_images_only(root: Path) -> None:
     """Build the operator's, the trainer's and the gateway's image, if the tree has changed."""
     preflight.require_root()
     for name, archive in build_images(root.absolute()).items():

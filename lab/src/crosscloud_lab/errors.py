@@ -4,6 +4,7 @@ LabError                   anything a person must act on; its text is the whole 
   LabFileError             the lab file says something that is not allowed (all findings at once)
   PreflightError           this machine can't carry the lab (all findings at once)
   ComponentError           a process of the lab didn't come up; the text names its log
+  Ended                    a program was ended because of what happened elsewhere
 """
 
 from __future__ import annotations
@@ -31,3 +32,7 @@ class PreflightError(_FindingsError):
 
 class ComponentError(LabError):
     """A component didn't become healthy in time."""
+
+
+class Ended(LabError):
+    """A program was ended, or not started, because another task failed or the user interrupted."""

@@ -87,12 +87,18 @@ class Lab:
         """A lab that `up` has brought up before, by name."""
         return cls(LabState(state_dir(name)).spec(), progress)
 
+    def check(self) -> None:
+        """Whether this machine carries the lab, before anything is built for it; installs missing system packages."""
+        preflight.require_root()
+        with self._state.locked():
+            self._check(self._same_lab())
+
     def up(self) -> None:
         """Brings up whatever isn't; a healthy lab is left as it is."""
         preflight.require_root()
         with self._state.locked():
             known = self._same_lab()
-            preflight.check(self.plan, self._state.folder, cache_dir(), known, self._progress)
+            self._check(known)
             if not known:
                 _remove_leftovers(self.spec.name)
             self._binaries.ensure(self._progress)
@@ -205,6 +211,9 @@ class Lab:
                 f"`crosscloud-lab --lab {self.spec.name} down` first, or choose another name and network"
             )
         return True
+
+    def _check(self, known: bool) -> None:
+        preflight.check(self.plan, self._state.folder, cache_dir(), known, self._progress)
 
     def _known(self) -> None:
         self._state.spec()

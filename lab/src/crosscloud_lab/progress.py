@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.progress import SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from crosscloud_lab.errors import Ended
+
 Note = Callable[[str], None]
 """Says what a running phase is doing right now."""
 
@@ -66,6 +68,9 @@ class PlainProgress:
         try:
             yield note
             outcome = "done"
+        except Ended:
+            outcome = "stopped"
+            raise
         finally:
             mark = "ok" if outcome == "done" else "--"
             self._write(f"{mark}  {title}: {outcome} ({time.monotonic() - started:.1f} s)")
@@ -88,6 +93,9 @@ class LiveProgress:
         try:
             yield lambda text: display.update(task, note=text)
             outcome = "[green]✓[/green]"
+        except Ended:
+            outcome = "[yellow]–[/yellow]"
+            raise
         finally:
             display.update(task, visible=False)
             self._console.print(f"{outcome} {title} [dim]{time.monotonic() - started:.1f} s[/dim]")

@@ -8,13 +8,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from crosscloud_lab.builds import build_all
 from crosscloud_lab.demo import steps
 from crosscloud_lab.demo.follow import JobEndedBadly, follow
 from crosscloud_lab.demo.plot import draw
 from crosscloud_lab.demo.summary import goodbye, summarise
 from crosscloud_lab.errors import LabError, PreflightError
-from crosscloud_lab.images import build_images, load_images
+from crosscloud_lab.images import load_images
 from crosscloud_lab.lab import Lab
+from crosscloud_lab.progress import default_progress
+from crosscloud_lab.shell import interrupt_when_asked_to_end
 
 MANIFEST = Path("examples/demo.yaml")
 OUT = Path("demo")
@@ -22,6 +25,7 @@ OUT = Path("demo")
 
 def main() -> int:
     """Exit code 0 when the job succeeded. Everything that is there already is used again."""
+    interrupt_when_asked_to_end()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     try:
         return _run(console)
@@ -40,12 +44,13 @@ def main() -> int:
 def _run(console: Console) -> int:
     OUT.mkdir(exist_ok=True)
     phases = steps.Phases(console, total=7)
+    lab, progress = Lab.default(), default_progress()
+    with phases("builds: Kubernetes from its Go modules, and the images from the Dockerfile; what the cache lacks"):
+        lab.check()
+        images = build_all(Path.cwd(), progress)
     with phases("clusters: hub, east and west, each a whole Kubernetes"):
-        lab = Lab.default()
         lab.up()
-    with phases("images: operator, trainer and gateway, from the Dockerfile"):
-        images = build_images(Path.cwd())
-        load_images(lab, images)
+        load_images(lab, images, progress)
     with phases("operator: helm install on the hub"):
         steps.install_operator(lab, images)
     with phases("members: crosscloud member add east, west"):
