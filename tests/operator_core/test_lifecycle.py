@@ -156,7 +156,8 @@ async def test_waiting_replicas_and_progress_are_told_by_reports_of_this_attempt
     assert condition is not None
     assert condition.reason == "WaitingForPeers"
     assert scene.status().progress.wan_per_step == "1.5 MB"  # type: ignore[union-attr]  # in 3 steps
-    assert condition.message == "replica 0 waits for replica 1 since 2026-01-01T00:00:00Z"
+    assert condition.message == "replica 0 waits for replica 1"
+    assert scene.status().replica_statuses[0].waiting_since == "2026-01-01T00:00:00Z"
     stale["data"]["report.json"] = "{not json"
     await scene.turn()
     assert scene.status().attempt.number == 1  # type: ignore[union-attr]
@@ -180,3 +181,68 @@ async def test_each_step_of_a_jobs_life_is_one_event() -> None:
     await scene.until(lambda: scene.status().is_true("Succeeded"))
     reasons = sorted(event["reason"] for event in scene.world.real_hub.all(EVENT))
     assert reasons == ["Admitted", "Planned", "Preparing", "Started", "Succeeded"]
+
+
+def writers(scene: Lab) -> list[Obj]:
+    """The pods that write the reports of replica 0 and 1."""
+    return [pod for pod in scene.pods() if "n0" in pod["metadata"]["name"]]
+
+
+def waits(scene: Lab, pod: Obj, replica: int, since: str) -> None:
+    """The replica's last report, but that it waits for the other one."""
+    found = scene.cluster_of(pod).find(CONFIG_MAP, f"demo-r{replica}-report")
+    assert found is not None
+    document = json.loads(found["data"]["report.json"])
+    document |= {"activity": "Waiting", "sequence": document["sequence"] + 1}
+    document["progress"] |= {"waitingFor": [1 - replica], "waitingSince": since}
+    found["data"]["report.json"] = json.dumps(document)
+
+
+async def test_waits_for_peers_are_one_counted_warning_and_one_counted_word_that_they_are_over() -> None:
+    scene = await running()
+    first, second = writers(scene)
+    for time in ("2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z", "2026-01-01T00:02:00Z"):
+        for step in (1, 2):
+            report(scene.world, first, "Training", step=step)
+            report(scene.world, second, "Training", step=step)
+            await scene.turn(seconds=20)
+        waits(scene, first, 0, time)
+        for _ in range(3):
+            await scene.turn(seconds=20)
+            assert scene.reason() == "WaitingForPeers"
+    report(scene.world, first, "Training", step=9)
+    await scene.turn()
+    told = {
+        event["reason"]: (event["type"], event["message"], event["count"])
+        for event in scene.world.real_hub.all(EVENT)
+        if event["reason"] in ("WaitingForPeers", "PeersBack")
+    }
+    assert told == {
+        "WaitingForPeers": ("Warning", "replica 0 waits for replica 1", 3),
+        "PeersBack": ("Normal", "no replica waits for another any more", 3),
+    }
+
+
+async def test_progress_alone_is_written_every_ten_seconds_and_what_replicas_do_at_once() -> None:
+    scene = await running()
+    first, second = writers(scene)
+    for pod in (first, second):
+        report(scene.world, pod, "Training", step=1)
+    await scene.turn()
+
+    def version() -> str:
+        found = scene.world.real_hub.find(JOB, "demo")
+        assert found is not None
+        return str(found["metadata"]["resourceVersion"])
+
+    seen = {version()}
+    for second_of_minute in range(60):
+        report(scene.world, second if second_of_minute % 2 else first, "Training", step=2 + second_of_minute // 2)
+        await scene.turn()
+        seen.add(version())
+    assert 5 <= len(seen) - 1 <= 6
+    before = version()
+    waits(scene, first, 0, "2026-01-01T00:00:00Z")
+    await scene.turn()
+    assert version() != before
+    assert scene.reason() == "WaitingForPeers"

@@ -110,7 +110,9 @@ def reporter(pod: dict[str, Any]) -> str | None:
     return found[0].removeprefix("configmap:train/") if found else None
 
 
-def write_report(server: ApiServer, pod: dict[str, Any], sequence: int, outcome: str | None = None) -> None:
+def write_report(
+    server: ApiServer, pod: dict[str, Any], sequence: int, outcome: str | None = None, *, waits: bool = False
+) -> None:
     """As the pod itself: with a token of its service account, on its own report."""
     name = reporter(pod)
     assert name is not None
@@ -126,9 +128,11 @@ def write_report(server: ApiServer, pod: dict[str, Any], sequence: int, outcome:
         "incarnation": int(labels["crosscloud.dev/incarnation"]),
         "sequence": sequence,
         "time": "2026-01-01T00:00:00Z",
-        "activity": "Ended" if outcome else "Training",
+        "activity": "Ended" if outcome else "Waiting" if waits else "Training",
         "progress": progress,
     }
+    if waits:
+        progress |= {"waitingFor": [1 - document["replica"]], "waitingSince": "2026-01-01T00:00:00Z"}
     if outcome:
         uri = "s3://models/x/result"
         document["completion"] = {"outcome": outcome, "exitCode": 0, "message": "done", "resultUri": uri}
@@ -236,8 +240,15 @@ def test_a_job_runs_over_two_real_api_servers_with_least_rights_and_survives_a_k
             assert second.metric("crosscloud_job_wan_bytes_total", job="main", replica="0") == 4096
             assert second.metric("crosscloud_member_free_gpus", member="east") == 0
             assert "Training" in crosscloud(hub_api, "status", "main", "-n", "train")
+            for sequence, waits in ((2, True), (3, False), (4, True), (5, False)):
+                write_report(*writers[0], sequence, waits=waits)
+                wait(hub_api, lambda waits=waits: (reason(hub_api, "main") == "WaitingForPeers") == waits)  # type: ignore[misc]
+            events = hub_api.request("GET", "/api/v1/namespaces/train/events")["items"]
+            counts = {item["reason"]: (item["type"], item["count"]) for item in events}
+            assert counts["WaitingForPeers"] == ("Warning", 2)
+            assert counts["PeersBack"] == ("Normal", 2)
             for server, pod in writers:
-                write_report(server, pod, 2, "Succeeded")
+                write_report(server, pod, 6, "Succeeded")
             for server, pod in found:
                 ended = {"exitCode": 0, "reason": "Completed", "finishedAt": "2026-01-01T00:00:00Z"}
                 set_state(server, pod, "Succeeded", {"terminated": ended})

@@ -270,10 +270,19 @@ async def _save(world: World, obj: Obj, old: JobStatus, new: JobStatus, scene: S
 async def _tell(world: World, job: names.JobId, notes: Sequence[events.Note]) -> None:
     """Events are for people: one that can't be written stops nothing."""
     for note in notes:
+        event = events.event(job, note, world.now())
         try:
-            await world.hub.create(events.event(job, note, world.now()))
+            await world.hub.create(event)
         except AlreadyExists:
-            continue
+            if note.recurs:
+                await _count(world, Ref.of(event))
         except ApiError as fault:
             log.warning("%s/%s: event %s not written: %s", job.namespace, job.name, note.reason, fault.message)
             return
+
+
+async def _count(world: World, ref: Ref) -> None:
+    """One more of an Event that is there already, as Kubernetes' own components count theirs."""
+    with contextlib.suppress(ApiError):
+        if (found := await world.hub.get(ref)) is not None:
+            await world.hub.merge_patch(ref, events.again(found, world.now()))

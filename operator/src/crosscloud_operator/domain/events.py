@@ -7,7 +7,7 @@ from typing import Any
 
 from crosscloud_operator.domain import names, record
 from crosscloud_operator.domain.record import JobStatus
-from crosscloud_operator.domain.status import FAILED, PLACED, REACHABLE, RUNNING, SUCCEEDED
+from crosscloud_operator.domain.status import FAILED, PLACED, REACHABLE, RUNNING, SUCCEEDED, WAITING_FOR_PEERS
 from crosscloud_trainer.contract import API_VERSION, KIND
 
 MESSAGE_LIMIT = 1000
@@ -15,24 +15,28 @@ MESSAGE_LIMIT = 1000
 
 @dataclass(frozen=True)
 class Note:
-    """One Event; `key` tells it apart from others of the job, so that repeating it makes no second one."""
+    """One Event; `key` tells it apart from others of the job, so that repeating it makes no second one.
+
+    `recurs`: it may happen again, and the Event then counts; its text must not change from time to time.
+    """
 
     type: str  # Normal or Warning
     reason: str
     message: str
     key: str
+    recurs: bool = False
 
 
 def notes(old: JobStatus, new: JobStatus) -> tuple[Note, ...]:
     """What a person would want to read in `kubectl describe`."""
-    found = [*_attempt_notes(old, new), *_waiting_notes(old, new), *_end_notes(old, new)]
+    found = [*_attempt_notes(old, new), *_waiting_notes(old, new), *_end_notes(old, new), *_peer_notes(old, new)]
     before, after = old.condition(REACHABLE), new.condition(REACHABLE)
     if after is not None and (before is None or before.status != after.status):
-        key = f"{REACHABLE}/{after.last_transition_time}"
         if after.status == "False":
-            found.append(Note("Warning", "MemberUnreachable", after.message, key))
+            lost = ", ".join(item.name for item in new.members if item.unreachable_since)
+            found.append(_recurring("Warning", "MemberUnreachable", f"not reached: {lost}"))
         elif before is not None:
-            found.append(Note("Normal", "MemberBack", after.message, key))
+            found.append(_recurring("Normal", "MemberBack", after.message))
     return tuple(found)
 
 
@@ -64,6 +68,12 @@ def event(job: names.JobId, note: Note, now: float) -> dict[str, Any]:
         "reportingComponent": "crosscloud.dev/operator",
         "reportingInstance": "crosscloud-operator",
     }
+
+
+def again(event: dict[str, Any], now: float) -> dict[str, Any]:
+    """The merge patch by which an Event that is there already counts once more."""
+    version = {"resourceVersion": event["metadata"]["resourceVersion"]}
+    return {"metadata": version, "count": int(event.get("count") or 1) + 1, "lastTimestamp": record.rfc3339(now)}
 
 
 def _attempt_notes(old: JobStatus, new: JobStatus) -> list[Note]:
@@ -111,7 +121,21 @@ def _end_notes(old: JobStatus, new: JobStatus) -> list[Note]:
         if new.is_true(kind) and not old.is_true(kind):
             condition = new.condition(kind)
             found.append(Note(level, kind, condition.message if condition else "", f"end/{kind}"))
-    before, after = old.condition(RUNNING), new.condition(RUNNING)
-    if after and after.reason == "WaitingForPeers" and (before is None or before.reason != after.reason):
-        found.append(Note("Normal", after.reason, after.message, f"peers/{after.message}"))
     return found
+
+
+def _peer_notes(old: JobStatus, new: JobStatus) -> list[Note]:
+    before, after = old.condition(RUNNING), new.condition(RUNNING)
+    waited = before is not None and before.reason == WAITING_FOR_PEERS
+    if after is None or waited == (after.reason == WAITING_FOR_PEERS):
+        return []
+    if not waited:
+        return [_recurring("Warning", after.reason, after.message)]
+    # One that stops, or whose member was lost, has an Event for that.
+    return (
+        [_recurring("Normal", "PeersBack", "no replica waits for another any more")] if after.status == "True" else []
+    )
+
+
+def _recurring(kind: str, reason: str, message: str) -> Note:
+    return Note(kind, reason, message, f"{reason}/{message}", recurs=True)

@@ -31,5 +31,5 @@ class JobSettings:
     backoff_base: float = 5.0  # the pause after a first attempt; doubled after each further one
     backoff_limit: float = 300.0
     waiting_interval: float = 10.0  # how often a waiting job looks for room, beside being woken
-    progress_interval: float = 5.0  # progress alone is not written to the status more often
+    progress_interval: float = 10.0  # progress alone is not written to the status more often
     cause_grace: float = 5.0  # a pod that ended because of another one waits so long for that one's exit code

@@ -11,6 +11,7 @@ from crosscloud_trainer.contract import Activity, Report
 from crosscloud_trainer.sizes import bytes_text
 
 PLACED, RUNNING, SUCCEEDED, FAILED, REACHABLE = "Placed", "Running", "Succeeded", "Failed", "MembersReachable"
+WAITING_FOR_PEERS = "WaitingForPeers"  # the reason of Running while a round waits for a replica
 MESSAGE_LIMIT = 1024
 
 
@@ -72,14 +73,15 @@ def progress_summary(reports: Iterable[Report]) -> ProgressSummary | None:
 
 
 def waiting_words(reports: Mapping[int, Report]) -> str | None:
-    """`replica 0 waits for replica 1 since T`, for those that wait; None when none does."""
+    """`replica 0 waits for replica 1`, for those that wait; None when none does. Since when is in replicaStatuses: a
+    text that changes with each wait would make a new Event of each.
+    """
     words = []
     for index, report in sorted(reports.items()):
         progress = report.progress
         if report.activity is Activity.WAITING and progress.waiting_for:
             others = ", ".join(map(str, progress.waiting_for))
-            since = f" since {progress.waiting_since}" if progress.waiting_since else ""
-            words.append(f"replica {index} waits for replica {others}{since}")
+            words.append(f"replica {index} waits for replica {others}")
     return "; ".join(words) or None
 
 

@@ -46,7 +46,7 @@ HUB_RIGHTS: tuple[Right, ...] = (
     Right("crosscloud.dev", ("memberclusters",), ("get", "list", "watch"), "members"),
     Right("crosscloud.dev", ("memberclusters/status",), ("patch",), "what they have"),
     Right("", ("secrets",), ("get",), "a job's storage credentials, by name, from its namespace"),
-    Right("", ("events",), ("create",), "tell users what happened"),
+    Right("", ("events",), ("create", "get", "patch"), "tell users what happened, and how often"),
     Right("", ("namespaces",), ("get",), "the hub's id is the UID of kube-system"),
 )
 

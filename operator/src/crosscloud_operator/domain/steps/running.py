@@ -131,7 +131,7 @@ def _story(facts: Facts) -> tuple[str, str, bool | None]:
         lost = ", ".join(f"{name} since {since}" for name, since in sorted(facts.unreachable.items()))
         return "MemberUnreachable", f"not reached: {lost}; training goes on there as far as is known", None
     if waiting := words.waiting_words(facts.reports):
-        return "WaitingForPeers", waiting, True
+        return words.WAITING_FOR_PEERS, waiting, True
     activities = {report.activity for report in facts.reports.values()}
     if activities and activities <= {Activity.FINISHING, Activity.ENDED}:
         return "Finishing", "the last checkpoint and the result are being written", True
