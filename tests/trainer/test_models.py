@@ -19,6 +19,10 @@ from crosscloud_trainer.storage import Storage
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 
 
+ROBERTA = {"model_type": "roberta", "is_decoder": True, "hidden_size": 32, "intermediate_size": 64}
+ROBERTA |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+
+
 @pytest.mark.parametrize(("preset", "millions"), [(ModelPreset.TINY_LLAMA, 1.0), (ModelPreset.SMALL_LLAMA, 14.3)])
 def test_a_preset_has_the_size_that_it_says(preset: ModelPreset, millions: float) -> None:
     model = build_model(Model(preset=preset), 128, 0)
@@ -91,6 +95,14 @@ def test_the_tokenizer_turns_any_text_into_its_bytes_and_back() -> None:
             {"model_type": "gpt2", "n_positions": 16},
             "config.n_positions: found 16; must be at least training.sequenceLength (32)",
         ),
+        ({**TINY_MODEL, "num_hidden_layers": 0}, "config.num_hidden_layers: found 0; must be at least 1"),
+        ({**TINY_MODEL, "hidden_size": -32}, "config.hidden_size: found -32; must be at least 1"),
+        ({"model_type": "gpt2", "n_head": 0}, "config.n_head: found 0; must be at least 1"),
+        (
+            {**ROBERTA, "max_position_embeddings": 259 + 31},
+            "config.max_position_embeddings: found 290; must be at least 291: roberta counts positions from 259 on,",
+        ),
+        ({**ROBERTA, "max_position_embeddings": 34}, "config.max_position_embeddings: found 34; must be at least 291"),
         ({**TINY_MODEL, "hidden_size": 33}, "not a multiple of the number of attention heads"),
         ({**TINY_MODEL, "hidden_size": "wide"}, "training.model.config: found"),
         ({**TINY_MODEL, "hidden_act": "magic"}, "training.model.config: found"),
@@ -101,3 +113,18 @@ def test_a_configuration_that_makes_no_model_is_one_message(config: dict[str, An
         build_model(Model(config=config), 32, 0)
     assert caught.value.code == ExitCode.INVALID_INPUT
     assert words in str(caught.value)
+
+
+def test_all_that_is_wrong_with_a_configuration_is_told_at_once() -> None:
+    config = {"model_type": "gpt2", "n_layer": 0, "n_head": -1, "n_embed": 64, "vocab_size": 7}
+    with pytest.raises(Failure) as caught:
+        build_model(Model(config=config), 32, 0)
+    told = [line.partition(":")[0].rpartition(".")[2] for line in str(caught.value).splitlines()]
+    assert sorted(told) == ["n_embed", "n_head", "n_layer", "vocab_size"]
+
+
+def test_positions_that_are_counted_from_the_padding_on_suffice_when_they_are_as_many_as_that_takes() -> None:
+    model = build_model(Model(config={**ROBERTA, "max_position_embeddings": 291}), 32, 0)
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        assert torch.isfinite(model(input_ids=ids, labels=ids).loss)

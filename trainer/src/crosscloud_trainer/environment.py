@@ -34,10 +34,28 @@ STATUS_FILE = "CROSSCLOUD_STATUS"  # local rank 0 keeps its status there
 DATA_FOLDER = "CROSSCLOUD_DATA"  # the tokens of this pod
 DEADLINE = "CROSSCLOUD_DEADLINE"  # of the start, on this host's monotonic clock
 ERROR_FILE = "CROSSCLOUD_ERROR_FILE"  # a rank that fails leaves its message there
+MEMORY = "CROSSCLOUD_MEMORY"  # what the ranks of this pod may take together, see `Memory`
 PARENT = "CROSSCLOUD_PARENT_PID"  # whose end is the end of this process
 
 _START_DEADLINE = 300
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that may be taken, and in words what sets that limit."""
+
+    size: int
+    where: str
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Memory | None:
+        """What the launcher measured before any rank took some of it."""
+        size, _, where = environ.get(MEMORY, "").partition(" ")
+        return cls(int(size), where) if size else None
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.where}"
 
 
 @dataclass(frozen=True)

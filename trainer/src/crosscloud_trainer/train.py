@@ -28,7 +28,7 @@ from crosscloud_trainer.contract import Activity, ExitCode, Precision, Schedule
 from crosscloud_trainer.data.corpus import open_corpus
 from crosscloud_trainer.data.split import Split
 from crosscloud_trainer.diloco import DigestMismatchError, DiLoCo, RoundReport
-from crosscloud_trainer.environment import DATA_FOLDER, DEADLINE, STATUS_FILE, die_with_parent, leave_message
+from crosscloud_trainer.environment import DATA_FOLDER, DEADLINE, STATUS_FILE, Memory, die_with_parent, leave_message
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.journal import Journal
@@ -42,6 +42,7 @@ from crosscloud_trainer.meeting import (
     meet_ranks,
     meet_replicas,
 )
+from crosscloud_trainer.models.memory import check_memory
 from crosscloud_trainer.models.presets import build_model
 from crosscloud_trainer.reporting import Status, StatusFile
 from crosscloud_trainer.schedule import steps_for, warmup_cosine
@@ -69,6 +70,7 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
     task = CausalTask(corpus, split, place.replicas.index(pod.replica), place.rank, place.ranks)
     steps = steps_for(training.tokens, split.per_step * training.sequence_length)
 
+    check_memory(run, pod.replica, device, Memory.read(environ))
     model = build_model(training.model, training.sequence_length, training.seed)
     torch.manual_seed(seed_of(training.seed, pod.replica, place.rank))  # of dropout: no two ranks drop alike
     trained = build_engine(model, place, steps)

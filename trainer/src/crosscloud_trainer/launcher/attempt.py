@@ -27,12 +27,14 @@ from crosscloud_trainer.contract import (
     dump_json,
     read_json,
 )
-from crosscloud_trainer.environment import PARENT
+from crosscloud_trainer.environment import MEMORY, PARENT, Memory
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.launcher.manifest import Manifest
+from crosscloud_trainer.launcher.memory import free_memory
 from crosscloud_trainer.launcher.ranks import usable_cores
 from crosscloud_trainer.pki import CertificateAuthority, PodIdentity
 from crosscloud_trainer.reporting import Changes
+from crosscloud_trainer.sizes import bytes_text
 
 LOOPBACK = "127.0.0.1"
 
@@ -155,6 +157,12 @@ class LocalJob:
             "CROSSCLOUD_TERMINATION_LOG": str(folder / f"message-{replica}"),
         }
         environment.pop("CROSSCLOUD_REGISTER", None)
+        memory = free_memory()
+        if memory is not None:  # shared with the other pods here, which may not have taken theirs yet
+            share = memory.size * spec.gpus_of(replica) // ranks
+            environment[MEMORY] = str(
+                Memory(share, f"for this replica, its share of {bytes_text(memory.size)} {memory.where}")
+            )
         if replica == 0:  # the lowest replica in the home opens the view
             environment["CROSSCLOUD_REGISTER"] = f"file:{self.work / 'view.json'}"
         return environment

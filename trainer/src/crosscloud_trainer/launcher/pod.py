@@ -21,6 +21,7 @@ from crosscloud_trainer.environment import (
     DATA_FOLDER,
     DEADLINE,
     ERROR_FILE,
+    MEMORY,
     STATUS_FILE,
     Attempt,
     PodEnvironment,
@@ -29,6 +30,7 @@ from crosscloud_trainer.environment import (
 )
 from crosscloud_trainer.failures import Failure, invalid
 from crosscloud_trainer.launcher import network, ranks
+from crosscloud_trainer.launcher.memory import free_memory
 from crosscloud_trainer.reporting import Changes, ConfigMapSink, FileSink, Identity, Reporter, Sink, Status, read_status
 from crosscloud_trainer.storage import Storage
 
@@ -124,7 +126,13 @@ def _train(
         world=stage.ranks,
         node=pod.node,
         master=(address, pod.master_port),
-        environ={**environ, DATA_FOLDER: str(folder), DEADLINE: str(deadline), **interface},
+        environ={
+            MEMORY: str(free_memory() or ""),
+            **environ,
+            DATA_FOLDER: str(folder),
+            DEADLINE: str(deadline),
+            **interface,
+        },
     )
     status_path = folder / "status.json"
     for number, environment in enumerate(environments):
