@@ -105,7 +105,7 @@ def test_a_shard_never_reads_or_writes_padding(data):
     for intervals in layout.shards:
         stop = max((i.offset + i.elements for i in intervals), default=0)
         values = torch.full((stop + 3,), torch.nan)
-        shard = Shard(layout.index, intervals, values)
+        shard = Shard.of_flat(layout.index, intervals, values)
         assert shard.read().numel() == shard.elements
         shard.write(torch.arange(float(shard.elements)))
         assert shard.read().tolist() == list(range(shard.elements))

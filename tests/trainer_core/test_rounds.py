@@ -34,7 +34,7 @@ class Rank(threading.Thread):
         super().__init__(daemon=True)
         self.intervals = layout.shards[group.rank]
         size = max((i.offset + i.elements for i in self.intervals), default=0) + 2
-        self.shard = Shard(layout.index, self.intervals, torch.full((size,), torch.nan))
+        self.shard = Shard.of_flat(layout.index, self.intervals, torch.full((size,), torch.nan))
         self.shard.write(torch.from_numpy(compact(start, layout.index, self.intervals)))
         self.make = lambda: DiLoCo(
             layout, self.shard, group, exchange, codec_named(codec), inner_steps=inner_steps, settings=OUTER
@@ -258,7 +258,7 @@ def test_a_replica_alone_keeps_its_own_weights_and_exchanges_nothing():
 def test_a_round_happens_only_at_the_end_of_a_window():
     index = Index.of({"a": 3})
     layout = ReplicaLayout(index, (contiguous_shard(index, ["a"], 3, 0),))
-    shard = Shard(index, layout.shards[0], torch.zeros(3))
+    shard = Shard.of_flat(index, layout.shards[0], torch.zeros(3))
     [group] = ThreadGroup.of(1)
     exchange = StoreExchange(HashStore(), index, {0: layout.holders}, 0, 0, codec_named("None"))
     algorithm = DiLoCo(layout, shard, group, exchange, codec_named("None"), inner_steps=3, settings=OUTER)

@@ -8,9 +8,11 @@ import types
 import pytest
 import torch
 
-from crosscloud_trainer.engine import EngineError, ShardOptimizer, _insides_of, parameter_names
+from crosscloud_trainer.engine import parameter_names
+from crosscloud_trainer.insides import InsidesError, insides_of
 from crosscloud_trainer.layout import Index, contiguous_shard
 from crosscloud_trainer.shard import Shard
+from crosscloud_trainer.shard_optimizer import ShardOptimizer, ShardOptimizerError
 
 
 def net():
@@ -39,8 +41,12 @@ class Whole:
         values = torch.cat([p.detach().flatten() for p in shown] + [torch.full((3,), torch.nan)])
         index = Index.of({names[id(p)]: p.numel() for p in shown})
         self.flat = torch.nn.Parameter(values)
-        self.shard = Shard(index, contiguous_shard(index, order, len(values), 0), self.flat.data)
-        self.optimizer.bind(self.shard, self.flat)
+        intervals = contiguous_shard(index, order, len(values), 0)
+        self.shard = Shard.of_flat(index, intervals, self.flat.data)
+        parts = [
+            (index.parameters[i.parameter].name, part) for i, part in zip(intervals, self.shard.parts, strict=True)
+        ]
+        self.optimizer.bind(parts, lambda: [self.flat.grad[i.offset : i.offset + i.elements] for i in intervals])
 
     def step(self, seed):
         torch.manual_seed(seed)
@@ -121,14 +127,17 @@ def test_a_tied_parameter_has_the_name_that_comes_first_in_byte_order():
 
 @pytest.mark.parametrize(("stage", "name"), [(1, "single_partition_of_fp32_groups"), (3, "fp16_groups")])
 def test_another_version_of_deepspeed_is_refused_by_the_names_that_it_lacks(stage, name):
-    with pytest.raises(EngineError, match=rf"DeepSpeed .* has no .*{name}.* in SimpleNamespace; use 0\.19\.8"):
-        _insides_of(types.SimpleNamespace(_global_grad_norm=0), stage)
+    model = net()
+    optimizer = ShardOptimizer(torch.optim.SGD(model.parameters()), parameter_names(model))
+    with pytest.raises(InsidesError, match=rf"has no .*{name}.* in SimpleNamespace; use 0\.19\.8"):
+        insides_of(types.SimpleNamespace(_global_grad_norm=0), optimizer, {}, stage)
 
 
 def test_a_step_before_the_engine_is_built_and_a_closure_are_errors():
     model = net()
     optimizer = ShardOptimizer(torch.optim.AdamW(groups(model)), parameter_names(model))
-    with pytest.raises(EngineError, match="no shard yet"):
+    optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.zeros(9))]
+    with pytest.raises(ShardOptimizerError, match="no shard yet"):
         optimizer.step()
-    with pytest.raises(EngineError, match="closure"):
+    with pytest.raises(ShardOptimizerError, match="closure"):
         optimizer.step(lambda: 0.0)

@@ -1,19 +1,17 @@
-"""DeepSpeed, and everything that is known of its insides: no other module imports it.
+"""DeepSpeed, driven: no other module imports it.
 
-DeepSpeed is shown one parameter group that has all trained parameters. It calls the optimizer once per step
-with one flat fp32 shard and its reduced gradient. Inside, the user's own optimizer works on views of that
-shard, one for each interval of a parameter, in the user's own groups; so decay and no-decay groups, schedules
-and state stay the user's. (With several groups DeepSpeed would copy the first to the working weights before
-it shows the next, and a norm over all of them could not be taken first.)
+An inner step is: forward and backward of each micro-batch, then `step`. In it DeepSpeed reduces the gradients inside
+the replica and calls our optimizer (shard_optimizer.py), which asks `Engine._before_step`: there the gradients are
+exchanged between replicas, where the algorithm does that, and clipped; then the user's optimizer steps.
 """
 
 import logging
+import math
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,8 +22,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)
     import deepspeed
 
-from crosscloud_trainer.layout import Index, Interval, ReplicaLayout, contiguous_shard, split_shard
+from crosscloud_trainer.insides import insides_of
+from crosscloud_trainer.layout import Index, Interval, ReplicaLayout
 from crosscloud_trainer.shard import Shard
+from crosscloud_trainer.shard_optimizer import ShardOptimizer
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
@@ -40,7 +40,7 @@ class TooManySkippedStepsError(EngineError):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    zero_stage: Literal[1, 2, 3]
+    zero_stage: Literal[0, 1, 2, 3]
     precision: Literal["fp32", "bf16"]
     micro_batch_size: int
     """Sequences per rank and micro-batch."""
@@ -57,11 +57,11 @@ class StepReport:
     """An inner step, alike on all ranks of the replica."""
 
     applied: bool
-    """False where a gradient wasn't finite and DeepSpeed skipped the step."""
+    """False where a gradient wasn't finite and the step was skipped."""
     skipped: int
     """Steps skipped since the start."""
     gradient_norm: float
-    """Over all ranks, before clipping; infinite if the step was skipped."""
+    """Over all ranks, after an exchange, before clipping; infinite if the step was skipped."""
     learning_rate: float
     """Of the user's first group, in this step."""
 
@@ -94,77 +94,18 @@ def parameter_names(model: torch.nn.Module) -> dict[int, str]:
     return names
 
 
-class ShardOptimizer(torch.optim.Optimizer):
-    """Shows DeepSpeed one group; inside, the user's optimizer works on views of the shard in the user's
-    groups.
-    """
+class GradientExchange(Protocol):
+    """What an algorithm does with the gradients of every inner step. Collective in the replica."""
 
-    def __init__(self, inner: torch.optim.Optimizer, names: dict[int, str]) -> None:
-        self.inner = inner
-        self._names = [[names[id(p)] for p in group["params"]] for group in inner.param_groups]
-        self._views: list[tuple[torch.nn.Parameter, slice]] = []  # in order of the shard's intervals
-        self._flat: torch.Tensor | None = None
-        self.before_step: Callable[[torch.Tensor], None] | None = None
-        parameters = [p for group in inner.param_groups for p in group["params"]]
-        super().__init__(parameters, {"lr": inner.param_groups[0]["lr"]})
-        self._shown_rate = inner.param_groups[0]["lr"]
-
-    def bind(self, shard: Shard, flat: torch.Tensor) -> None:
-        """Replaces the parameters in the user's groups by views of the shard. Once, after DeepSpeed has made
-        it.
+    def reduce(self, gradient: Shard) -> float | None:
+        """Replaces the replica's gradient by that of all replicas and returns its norm over the whole model; None
+        if all replicas skip this step.
         """
-        by_name: dict[str, list[torch.nn.Parameter]] = {}
-        for interval in shard.intervals:
-            place = slice(interval.offset, interval.offset + interval.elements)
-            view = torch.nn.Parameter(flat.data[place])
-            self._views.append((view, place))
-            by_name.setdefault(shard.index.parameters[interval.parameter].name, []).append(view)
-        for group, names in zip(self.inner.param_groups, self._names, strict=True):
-            group["params"] = [view for name in names for view in by_name.get(name, [])]
-        self._flat = flat
+        ...
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Called by DeepSpeed, once per inner step that it doesn't skip."""
-        if closure is not None:
-            raise EngineError("a closure can't be used: DeepSpeed has computed the gradients before")
-        if self._flat is None:
-            raise EngineError("the optimizer has no shard yet; DeepSpeed stepped before the engine was built")
-        gradient = self._flat.grad
-        assert gradient is not None
-        self._pass_rate()
-        if self.before_step is not None:
-            self.before_step(gradient)
-        for view, place in self._views:
-            view.grad = gradient[place]
-        self.inner.step()
-        for view, _ in self._views:
-            view.grad = None
-
-    def states(self) -> list[dict[str, torch.Tensor]]:
-        """The tensors that the user's optimizer keeps of each view, in order of the shard's intervals."""
-        kept = self.inner.state
-        return [
-            {name: value for name, value in kept.get(view, {}).items() if isinstance(value, torch.Tensor)}
-            for view, _ in self._views
-        ]
-
-    def _pass_rate(self) -> None:
-        """A learning rate that someone set on our group goes to all of the user's groups; theirs are shown in
-        ours.
-        """
-        group = self.param_groups[0]
-        if group["lr"] != self._shown_rate:
-            for inner in self.inner.param_groups:
-                inner["lr"] = group["lr"]
-        group["lr"] = self._shown_rate = self.inner.param_groups[0]["lr"]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "inner": self.inner.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict["inner"])
-        self._shown_rate = self.inner.param_groups[0]["lr"]
-        self.param_groups[0]["lr"] = self._shown_rate
+    def skip(self) -> None:
+        """Tells the others that this replica's gradient wasn't finite: all skip this step."""
+        ...
 
 
 class Engine:
@@ -176,20 +117,23 @@ class Engine:
         self._engine = engine
         self._optimizer = optimizer
         self._settings = settings
-        self._insides = _insides_of(engine.optimizer, settings.zero_stage)
+        self._insides = insides_of(engine.optimizer, optimizer, names, settings.zero_stage)
         self.index = index
         self.rank = dist.get_rank()
-        self.layout = self._agree_on_layout(names)
-        flat = self._insides.flat()
-        self.shard = Shard(index, self.layout.shards[self.rank], flat.data)
-        optimizer.bind(self.shard, flat)
-        optimizer.before_step = self._clip
+        intervals = self._insides.intervals(index, self.rank)
+        self.layout = self._agree_on_layout(intervals)
+        self.shard = Shard(index, intervals, self._insides.bind(index, intervals))
+        self.exchange: GradientExchange | None = None
+        """Set by an algorithm that exchanges gradients before each step."""
+        optimizer.before_step = self._before_step
+        self._asked = False
+        self._norm = 0.0
         self._skipped = 0
         self._skipped_in_a_row = 0
 
-    def _agree_on_layout(self, names: dict[int, str]) -> ReplicaLayout:
+    def _agree_on_layout(self, intervals: tuple[Interval, ...]) -> ReplicaLayout:
         shards: list[tuple[Interval, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(shards, self._insides.intervals(self.index, names, self.rank))
+        dist.all_gather_object(shards, intervals)
         return ReplicaLayout(self.index, tuple(shards))
 
     @property
@@ -213,10 +157,13 @@ class Engine:
         """
         boundary = self._engine.is_gradient_accumulation_boundary()
         rate = float(self._optimizer.inner.param_groups[0]["lr"])
+        self._asked = False
         self._engine.step()
         if not boundary:
             return None
         applied = bool(self._engine.was_step_applied())
+        if self.exchange is not None and not self._asked:
+            self.exchange.skip()  # DeepSpeed skipped the step by itself; the others wait for this replica's word
         self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
         self._skipped += not applied
         if self._skipped_in_a_row >= self._settings.max_skipped_steps:
@@ -224,8 +171,7 @@ class Engine:
                 f"gradients were not finite for {self._skipped_in_a_row} steps in a row; lower the learning rate, "
                 "clip gradients, or look for bad data"
             )
-        norm = self._insides.gradient_norm() if applied else float("inf")
-        return StepReport(applied, self._skipped, norm, rate)
+        return StepReport(applied, self._skipped, self._norm if applied else float("inf"), rate)
 
     def refresh(self) -> None:
         """Copies the fp32 shards, after a round rewrote them, to the working weights of all ranks.
@@ -235,14 +181,34 @@ class Engine:
 
     def optimizer_tensors(self) -> list[tuple[Interval, dict[str, torch.Tensor]]]:
         """State of the user's optimizer on this rank by interval of its shard; counts are 0-d tensors."""
-        return list(zip(self.shard.intervals, self._optimizer.states(), strict=True))
+        return list(zip(self.shard.intervals, self._insides.states(), strict=True))
 
-    def _clip(self, gradient: torch.Tensor) -> None:
+    def _before_step(self) -> bool:
+        """Exchanges and clips the gradients; False to leave the weights as they are."""
+        self._asked = True
+        self._norm = self._insides.gradient_norm()
+        if not math.isfinite(self._norm):
+            # Only ZeRO 0 in fp32 comes here: DeepSpeed doesn't look at its gradients.
+            if self.exchange is not None:
+                self.exchange.skip()
+            return self._skip()
+        if self.exchange is not None:
+            norm = self.exchange.reduce(Shard(self.index, self.shard.intervals, self._insides.gradients()))
+            if norm is None:
+                return self._skip()
+            self._norm = norm
+            self._insides.share_gradients()
         limit = self._settings.clip_norm
-        if limit is None:
-            return
-        norm = self._insides.gradient_norm()
-        gradient.mul_(min(1.0, limit / (norm + 1e-6)))
+        if limit is not None:
+            factor = min(1.0, limit / (self._norm + 1e-6))
+            for gradient in self._insides.all_gradients():
+                gradient.mul_(factor)
+        return True
+
+    def _skip(self) -> bool:
+        """Has DeepSpeed count this step as skipped: it leaves the learning rate's schedule where it is."""
+        self._engine.optimizer.overflow = True
+        return False
 
 
 def build(
@@ -293,79 +259,3 @@ def _deepspeed_config(settings: EngineSettings) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "steps_per_print": None,
     }
-
-
-class _Partitioned:
-    """ZeRO 1 and 2 of DeepSpeed 0.19: the group's parameters end to end, cut in equal contiguous pieces."""
-
-    NAMES = (
-        "single_partition_of_fp32_groups",
-        "partition_size",
-        "bit16_groups",
-        "_global_grad_norm",
-        "update_lp_params",
-    )
-
-    def __init__(self, zero: Any) -> None:
-        self._zero = zero
-
-    def flat(self) -> torch.Tensor:
-        flat: torch.Tensor = self._zero.single_partition_of_fp32_groups[0]
-        return flat
-
-    def intervals(self, index: Index, names: dict[int, str], rank: int) -> tuple[Interval, ...]:
-        order = [names[id(p)] for p in self._zero.bit16_groups[0]]
-        return contiguous_shard(index, order, int(self._zero.partition_size[0]), rank)
-
-    def gradient_norm(self) -> float:
-        """Of the step that is under way or the last one, over all ranks."""
-        return float(self._zero._global_grad_norm)
-
-    def refresh(self) -> None:
-        self._zero.update_lp_params()
-
-
-class _Split:
-    """ZeRO 3 of DeepSpeed 0.19: each parameter cut in as many pieces as there are ranks."""
-
-    NAMES = (
-        "fp32_partitioned_groups_flat",
-        "fp16_groups",
-        "persistent_parameters",
-        "_global_grad_norm",
-        "_partition_all_parameters",
-        "_reassign_or_swap_out_partitioned_parameters",
-    )
-
-    def __init__(self, zero: Any) -> None:
-        self._zero = zero
-
-    def flat(self) -> torch.Tensor:
-        flat: torch.Tensor = self._zero.fp32_partitioned_groups_flat[0]
-        return flat
-
-    def intervals(self, index: Index, names: dict[int, str], rank: int) -> tuple[Interval, ...]:
-        order = [names[id(p)] for p in self._zero.fp16_groups[0]]
-        return split_shard(index, order, dist.get_world_size(), rank)
-
-    def gradient_norm(self) -> float:
-        return float(self._zero._global_grad_norm)
-
-    def refresh(self) -> None:
-        # Parameters that are whole at the moment would keep their old values, and the small ones always are.
-        self._zero._partition_all_parameters()
-        self._zero._reassign_or_swap_out_partitioned_parameters(0)
-        persistent = self._zero.persistent_parameters
-        if persistent:
-            persistent[0].all_gather(persistent)
-
-
-def _insides_of(zero: Any, stage: int) -> _Partitioned | _Split:
-    """The part of DeepSpeed's optimizer that we rely on; EngineError if this version names it otherwise."""
-    insides = _Split if stage == 3 else _Partitioned
-    missing = [name for name in insides.NAMES if not hasattr(zero, name)]
-    if missing:
-        raise EngineError(
-            f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)} in {type(zero).__name__}; use 0.19.8"
-        )
-    return insides(zero)

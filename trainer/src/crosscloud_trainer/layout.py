@@ -158,6 +158,24 @@ def split_shard(index: Index, order: Sequence[str], ranks: int, rank: int) -> tu
     return tuple(intervals)
 
 
+def dealt_shard(index: Index, ranks: int, rank: int) -> tuple[Interval, ...]:
+    """Part of a rank under ZeRO 0, where every rank has the whole model: runs of neighbouring cells, dealt evenly.
+
+    Offsets count in the compact vector.
+    """
+    low, high = (index.cells * number // ranks for number in (rank, rank + 1))
+    intervals = []
+    offset = 0
+    for number, parameter in enumerate(index.parameters):
+        first = index.first_cells[number]
+        start = max(0, low - first) * CELL_ELEMENTS
+        stop = min(parameter.elements, max(0, high - first) * CELL_ELEMENTS)
+        if start < stop:
+            intervals.append(Interval(number, start, stop, offset))
+            offset += stop - start
+    return tuple(intervals)
+
+
 @dataclass(frozen=True)
 class HolderMap:
     """Which rank of one replica holds each cell."""

@@ -1,6 +1,7 @@
 """One rank's part of the fp32 weights, and the digest of such parts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -12,40 +13,44 @@ _CHUNK = 1 << 20
 
 
 class Shard:
-    """DeepSpeed's flat fp32 tensor of one rank, seen as compact: its intervals end to end, without padding.
+    """One rank's part of a full-model fp32 vector, by intervals; compact: end to end, without padding.
 
-    Padding is never read or written; under ZeRO 3 it is uninitialised memory.
+    Of the weights, or of a gradient. Padding is never read or written; under ZeRO 3 it is uninitialised memory.
     """
 
-    def __init__(self, index: Index, intervals: tuple[Interval, ...], values: torch.Tensor) -> None:
+    def __init__(self, index: Index, intervals: tuple[Interval, ...], parts: Sequence[torch.Tensor]) -> None:
+        """`parts` are views of the live memory: flat fp32, one for each interval, of equal length."""
         self.index = index
         self.intervals = intervals
-        self.values = values
+        self.parts = tuple(parts)
         self.elements = sum(interval.elements for interval in intervals)
+        self.device = parts[0].device if parts else torch.device("cpu")
+        self._whole: torch.Tensor | None = None
 
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
+    @staticmethod
+    def of_flat(index: Index, intervals: tuple[Interval, ...], values: torch.Tensor) -> "Shard":
+        """The intervals at their offsets in one flat tensor."""
+        shard = Shard(index, intervals, [values[i.offset : i.offset + i.elements] for i in intervals])
+        shard.device = values.device
+        ends = accumulate((i.elements for i in intervals), initial=0)
+        if all(i.offset == end for i, end in zip(intervals, ends, strict=False)):
+            shard._whole = values[: shard.elements]
+        return shard
 
     def read(self) -> torch.Tensor:
         """The compact values, flat fp32; a view where the intervals lie end to end, else a copy. Not to be
         written to.
         """
-        position = 0
-        for interval in self.intervals:
-            if interval.offset != position:
-                parts = [self.values[i.offset : i.offset + i.elements] for i in self.intervals]
-                return torch.cat(parts)
-            position += interval.elements
-        return self.values[:position]
+        if self._whole is not None:
+            return self._whole
+        return torch.cat(self.parts) if self.parts else torch.empty(0, device=self.device)
 
     def write(self, compact: torch.Tensor) -> None:
-        """Overwrites the weights by compact values."""
+        """Overwrites the live memory by compact values."""
         position = 0
-        for interval in self.intervals:
-            target = self.values[interval.offset : interval.offset + interval.elements]
-            target.copy_(compact[position : position + interval.elements])
-            position += interval.elements
+        for part in self.parts:
+            part.copy_(compact[position : position + part.numel()])
+            position += part.numel()
 
 
 def digest(index: Index, intervals: tuple[Interval, ...], vectors: list[torch.Tensor]) -> int:
