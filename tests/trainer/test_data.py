@@ -148,6 +148,37 @@ def test_documents_are_packed_with_their_start_and_end(tmp_path: Path) -> None:
     assert corpus.validation.tolist() == [[256, *b"validat"]]
 
 
+def summary_of(folder: Path, files: dict[str, bytes]) -> str:
+    (folder / "text").mkdir(parents=True)
+    for name, content in files.items():
+        (folder / "text" / name).write_bytes(content)
+    write_corpus(training(f"{folder}/text/*.txt"), 1, folder)
+    return open_corpus(folder, 8).summary
+
+
+def test_the_summary_of_the_files_is_the_same_in_another_folder_and_another_one_after_any_change(
+    tmp_path: Path,
+) -> None:
+    files = {"0.txt": b"held out", "a.txt": b"some text here", "b.txt": b"and more"}  # of few files the first one
+    first = summary_of(tmp_path / "first", files)
+    assert first.startswith("2 files, 22 B, sha256 ")
+    assert summary_of(tmp_path / "second", files) == first
+    moved = {"a.txt": b"some text her", "b.txt": b"eand more"}  # the same bytes, cut elsewhere
+    changes = [{"a.txt": b"some text hers"}, {"c.txt": b"x"}, {"b.txt": b""}, moved]
+    told = [summary_of(tmp_path / str(number), files | change) for number, change in enumerate(changes)]
+    assert len({first, *told}) == 5
+
+
+def test_a_document_larger_than_a_piece_has_one_start_and_one_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crosscloud_trainer.data.corpus._PIECE_BYTES", 5)
+    (tmp_path / "long.txt").write_bytes(bytes(range(13)))
+    spec = replace(training(f"{tmp_path}/long.txt"), sequence_length=15)
+    write_corpus(spec, 1, tmp_path)
+    assert open_corpus(tmp_path, 15).train.tolist() == [[256, *range(13), 257]]
+
+
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.jobs import DEADLINE_SECONDS, TRAINER, manifest, written
 
-from crosscloud_trainer.contract import RUN_VERSION, Peer, PeerTable, RunDocument, dump_json
+from crosscloud_trainer.contract import RUN_VERSION, Peer, PeerTable, RunDocument, dump_json, retryable
 from crosscloud_trainer.environment import PARENT
 from crosscloud_trainer.launcher.attempt import LocalJob, free_ports
 from crosscloud_trainer.launcher.manifest import read_manifest
@@ -22,12 +22,14 @@ PODS = [(1, 1), (0, 0), (1, 0)]  # (replica, node), in an order that is nobody's
 ROUND = re.compile(r"^\[rank 0\] round (\d+) applied: digest ([0-9a-f]{16})", re.MULTILINE)
 
 
-def environments(folder: Path, run: RunDocument) -> dict[tuple[int, int], dict[str, str]]:
-    """The documents of PODS in `folder`, and what each pod is told."""
+def environments(
+    folder: Path, run: RunDocument, places: list[tuple[int, int]] = PODS
+) -> dict[tuple[int, int], dict[str, str]]:
+    """The documents of these pods in `folder`, and what each pod is told."""
     authority = CertificateAuthority.create(UID)
-    ports = dict(zip(PODS, free_ports([2] * len(PODS)), strict=True))
+    ports = dict(zip(places, free_ports([2] * len(places)), strict=True))
     peers, made = [], {}
-    for replica, node in PODS:
+    for replica, node in places:
         identity = PodIdentity(job_uid=UID, attempt=1, replica=replica, stage=0, node=node, incarnation=1)
         place = {"replica": replica, "stage": 0, "node": node, "incarnation": 1}
         address = {"direct": "127.0.0.1", "link_port": ports[replica, node][0]}
@@ -72,3 +74,22 @@ def test_two_nodes_of_a_stage_train_as_one_replica(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["completion"]["outcome"] == "Succeeded"
     assert report["progress"]["tokens"] == 1536  # half of the job's
+
+
+def test_replicas_with_one_changed_file_are_refused_by_what_differs_and_not_tried_again(tmp_path: Path) -> None:
+    document = manifest(training={"data": {"train": ["text/*.txt"]}})  # below each pod's own working folder
+    run = LocalJob(read_manifest(written(tmp_path, document)), UID, tmp_path, tmp_path, str(tmp_path / "out"))
+    pods = []
+    made = environments(tmp_path, run._run_document(1), places=[(0, 0), (1, 0)])
+    for (replica, _), env in made.items():
+        text = tmp_path / f"member-{replica}" / "text"
+        text.mkdir(parents=True)
+        for number in range(3):
+            (text / f"{number}.txt").write_bytes(b"the same text in each " * 100)
+        (text / "3.txt").write_bytes(b"changed" if replica else b"as it was")
+        pods.append(subprocess.Popen([*TRAINER, "pod"], env=env, cwd=text.parent, stdout=subprocess.PIPE, text=True))
+    texts = [pod.communicate(timeout=DEADLINE_SECONDS)[0] for pod in pods]
+    assert not retryable(pods[0].returncode), texts
+    assert not retryable(pods[1].returncode), texts
+    unlike = r"differ in data: 3 files, 4\.4 kB, sha256 [0-9a-f]{32} and 3 files, 4\.4 kB, sha256 [0-9a-f]{32}"
+    assert all(re.search(unlike, text) for text in texts), texts

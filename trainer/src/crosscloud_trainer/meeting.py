@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from crosscloud_trainer import engine
-from crosscloud_trainer.compress import Reducer, codec_named
+from crosscloud_trainer.compress import Reducer, codec_of
 from crosscloud_trainer.contract import Activity, ExitCode
 from crosscloud_trainer.environment import Attempt, PodEnvironment, read_attempt
 from crosscloud_trainer.failures import Failure
@@ -96,8 +96,20 @@ class Meeting:
         self.exchange.settle(COLLECTIVE_TIMEOUT.total_seconds())
 
 
-def meet_replicas(place: Place, trained: engine.Engine, deadline: float) -> Meeting:
-    """Open or learn the view and meet the ranks of the other replicas over the link. Raises LinkError."""
+def agree_on_data(place: Place, summary: str) -> None:
+    """Raises Failure(INVALID_INPUT) where the nodes of this replica have unlike training files. Collective."""
+    told: list[str] = [""] * place.ranks
+    dist.all_gather_object(told, summary)
+    if other := next((rank for rank, text in enumerate(told) if text != told[0]), None):
+        unlike = f"rank 0 and rank {other} of replica {place.pod.replica} differ in data: {told[0]} and {told[other]}"
+        raise Failure(ExitCode.INVALID_INPUT, unlike)
+
+
+def meet_replicas(place: Place, trained: engine.Engine, data: str, deadline: float) -> Meeting:
+    """Open or learn the view and meet the ranks of the other replicas over the link. Raises LinkError.
+
+    `data` says what is trained on: one order of sequences is dealt to all replicas, so their files must be alike.
+    """
     run, pod = place.attempt.run, place.pod
     authority = Authority(run.home.number, 0, 0)
     if place.first and pod.register is not None:
@@ -106,12 +118,13 @@ def meet_replicas(place: Place, trained: engine.Engine, deadline: float) -> Meet
         authority = view.authority
     if len(run.replicas) == 1:
         return Meeting(SoloExchange(pod.replica, authority), None, None)
-    codec = codec_named(run.sync.codec.value)
+    codec = codec_of(run.sync.codec_spec)
     holders = trained.layout.holders
     owned = own_cells(trained.index, place.replicas, holders, pod.replica, place.rank)
     reducer = Reducer(codec, trained.index, owned, error_feedback=run.sync.error_feedback)
     agreement = {
         "run document": run.digest(),
+        "data": data,
         "parameters": trained.index.digest(),
         "trainer version": package_version(),
     }

@@ -37,6 +37,7 @@ from crosscloud_trainer.meeting import (
     Meeting,
     Place,
     Watch,
+    agree_on_data,
     count_traffic,
     first_line,
     meet_ranks,
@@ -66,6 +67,7 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
 
     device = meet_ranks(place, environ, deadline)
     corpus = open_corpus(Path(environ[DATA_FOLDER]), training.sequence_length)
+    agree_on_data(place, corpus.summary)
     split = Split(len(corpus.train), len(run.replicas), training.batch_size, training.seed)
     task = CausalTask(corpus, split, place.replicas.index(pod.replica), place.rank, place.ranks)
     steps = steps_for(training.tokens, split.per_step * training.sequence_length)
@@ -77,7 +79,7 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
     sizes = [parameter.elements for parameter in trained.index.parameters]
     journal = Journal(steps, wan_bytes("None", sizes, len(run.replicas)))
 
-    with meet_replicas(place, trained, deadline) as meeting:
+    with meet_replicas(place, trained, corpus.summary, deadline) as meeting:
         diloco = build_diloco(place, trained, meeting, device)
         if status is not None:
             status.watch(Watch(meeting, journal).live)

@@ -11,10 +11,11 @@ PAD_ID = 258
 VOCABULARY_SIZE = 259
 
 
-def encode_document(text: bytes) -> NDArray[np.uint16]:
-    """Token ids of one document, with its start and end, shape (len(text) + 2,)."""
-    tokens = np.empty(len(text) + 2, dtype=np.uint16)
-    tokens[0] = BOS_ID
-    tokens[1:-1] = np.frombuffer(text, dtype=np.uint8)
-    tokens[-1] = EOS_ID
-    return tokens
+def encode_bytes(text: bytes) -> NDArray[np.uint16]:
+    """Token ids of a piece of a document, shape (len(text),)."""
+    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+
+
+def mark(token: int) -> NDArray[np.uint16]:
+    """One token that is no byte, shape (1,)."""
+    return np.array([token], dtype=np.uint16)
