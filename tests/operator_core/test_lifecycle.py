@@ -80,7 +80,7 @@ async def test_a_status_that_somebody_else_has_written_is_told_and_nothing_is_do
     obj = scene.world.real_hub.find(JOB, "demo")
     assert obj is not None
     right = copy.deepcopy(obj["status"])
-    scene.world.real_hub.change(obj, attempt={"plannedAt": "x"}, **written)
+    scene.world.real_hub.change(obj, attempt={"plannedAt": "2026-01-01T00:00:00Z"}, **written)
     before = {name: len(cluster.created) for name, cluster in scene.world.clusters.items()}
     for _ in range(3):
         assert await scene.look() is None
@@ -96,6 +96,54 @@ async def test_a_status_that_somebody_else_has_written_is_told_and_nothing_is_do
     scene.world.real_hub.change(obj, **right)
     await scene.turn()
     assert scene.status().is_true("Running")
+
+
+# What an API server takes for a date-time (tried on 1.34), and Python doesn't; and what an older CRD would let through.
+NO_TIMES = ["0000-01-01T00:00:00Z", "2026-01-01T00:00:00+24:00", "garbage", "2026-02-31T00:00:00Z", ""]
+
+
+@pytest.mark.parametrize("text", NO_TIMES)
+async def test_times_that_somebody_else_has_written_are_passed_over_told_once_and_put_right(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = await running()
+    obj = scene.world.real_hub.find(JOB, "demo")
+    assert obj is not None
+    for place in ("boundAt", "admittedAt", "retryAt"):
+        obj["status"]["attempt"][place] = text
+    obj["status"]["startedAt"] = text
+    obj["status"]["replicaStatuses"] = [{"index": 0, "activity": "Training", "reportedAt": text, "waitingSince": text}]
+    obj["status"]["members"][0]["unreachableSince"] = text
+    scene.world.real_hub.touch(obj)
+    for pod in writers(scene):
+        report(scene.world, pod, "Training")
+    await scene.until(lambda: scene.reason() == "Training")
+    assert scene.status().attempt.number == 1  # type: ignore[union-attr]
+    saved = scene.world.real_hub.find(JOB, "demo")
+    assert saved is not None
+    assert "retryAt" not in saved["status"]["attempt"]
+    assert saved["status"]["attempt"]["boundAt"].startswith("20")
+    told = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert len(told) == 7
+    assert f"ml/demo: status.attempt.boundAt: found {text!r}; must be a time like" in " ".join(told)
+
+
+async def test_a_member_that_says_nonsense_for_the_time_of_an_end_stops_no_job() -> None:
+    scene = await running(failurePolicy={"attempts": 1})
+    victim = scene.pods()[0]
+    ended = {"exitCode": 71, "reason": "Error", "finishedAt": "yesterday"}
+    container = {"name": "trainer", "state": {"terminated": ended}}
+    scene.cluster_of(victim).change(victim, phase="Failed", containerStatuses=[container])
+    await scene.until(lambda: scene.status().attempt.ended_at is not None)  # type: ignore[union-attr]
+
+
+async def test_a_report_with_a_day_that_does_not_exist_brings_no_time_into_the_status() -> None:
+    scene = await running()
+    pod = writers(scene)[0]
+    report(scene.world, pod, "Training")
+    waits(scene, pod, 0, "2026-02-31T00:00:00Z")
+    await scene.until(lambda: scene.reason() == "WaitingForPeers")
+    assert scene.status().replica_statuses[0].waiting_since is None
 
 
 async def test_a_job_whose_status_can_t_be_read_is_removed_from_all_members_when_it_is_deleted() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from crosscloud_operator.domain.record import JobStatus
+from crosscloud_operator.domain.record import TIMES, JobStatus
 from crosscloud_trainer.contract.reading import camel
 
 CRDS = Path(__file__).parents[2] / "crds"
@@ -47,3 +47,15 @@ def differences(kind: Any, schema: dict[str, Any], path: str) -> list[str]:
 
 def test_the_crd_and_the_operator_know_the_same_status() -> None:
     assert differences(JobStatus, job_schema(), "status") == []
+
+
+def times(schema: dict[str, Any]) -> set[str]:
+    """Names of all properties that are a date-time."""
+    found = {name for name, item in schema.get("properties", {}).items() if item.get("format") == "date-time"}
+    for below in (*schema.get("properties", {}).values(), schema.get("items", {})):
+        found |= times(below) if below else set()
+    return found
+
+
+def test_every_time_of_the_status_is_read_with_care_but_for_those_that_nobody_computes_with() -> None:
+    assert times(job_schema()) - {"lastTransitionTime"} == TIMES

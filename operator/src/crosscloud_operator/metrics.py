@@ -4,7 +4,6 @@ deleted job are gone with it; the hub re-exports the replicas' reports, since it
 
 from __future__ import annotations
 
-import datetime
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from crosscloud_operator.domain import names
-from crosscloud_operator.domain.record import condition_in
+from crosscloud_operator.domain.record import condition_in, parsed
 from crosscloud_operator.kube.api import CONFIG_MAP, Obj
 from crosscloud_operator.kube.credentials import life_of
 from crosscloud_operator.kube.duplicates import duplicates
@@ -115,7 +114,7 @@ def _job_families(jobs: Iterable[Obj], now: float) -> Iterator[Metric]:
         put("job_restarts", "Attempts that followed one that ran.", labels, status.get("restarts", 0), counter=True)
         waiting = now - since if reason == "Waiting" and since is not None else 0.0
         put("job_placement_waiting_seconds", "How long the job has waited for room; 0 when placed.", labels, waiting)
-        created = _seconds(meta.get("creationTimestamp"))
+        created = parsed(meta.get("creationTimestamp"))
         put("job_created_timestamp_seconds", "When the job was made.", labels, created)
     state = GaugeMetricFamily("crosscloud_jobs", "Jobs by the reason of their condition Running.", labels=("status",))
     for reason, count in sorted(counts.items()):
@@ -156,9 +155,9 @@ def _replica_families(jobs: Iterable[Obj], reports: Mapping[tuple[str, int], Rep
         "crosscloud_job_report_age_seconds", "Time since the replica's last report.", labels=REPLICA_LABELS
     )
     for labels, report in known:
-        since = _seconds(report.progress.waiting_since)
+        since = parsed(report.progress.waiting_since)
         waiting.add_metric(labels, max(0.0, now - since) if since is not None else 0.0)
-        if (at := _seconds(report.time)) is not None:
+        if (at := parsed(report.time)) is not None:
             age.add_metric(labels, max(0.0, now - at))
     yield waiting
     yield age
@@ -212,15 +211,8 @@ def _reports(world: KubeWorld) -> dict[tuple[str, int], Report]:
 def _running(status: Mapping[str, Any]) -> tuple[str, float | None]:
     """Reason of the condition Running, and since when its status holds."""
     running = condition_in(status, "Running")
-    return (str(running.get("reason")), _seconds(running.get("lastTransitionTime"))) if running else ("New", None)
+    return (str(running.get("reason")), parsed(running.get("lastTransitionTime"))) if running else ("New", None)
 
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _seconds(text: Any) -> float | None:
-    try:
-        return datetime.datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
-    except ValueError:
-        return None

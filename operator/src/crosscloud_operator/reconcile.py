@@ -86,6 +86,8 @@ async def _look(world: World, obj: Obj, settings: JobSettings) -> Pass:
             return await _refuse_status(world, obj, fault, settings)
         # Nothing in it can be trusted, so the job's objects may be in any member.
         status = JobStatus(members=tuple(MemberState(item["metadata"]["name"]) for item in world.members()))
+    for fault_text in record.unreadable_times(obj.get("status")):
+        log.warning("%s/%s: %s; passed over", obj["metadata"]["namespace"], obj["metadata"]["name"], fault_text)
     reach = Reach(world, status)
     if deletion:
         return await _delete(world, obj, status, reach, settings)

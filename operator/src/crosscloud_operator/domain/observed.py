@@ -13,7 +13,7 @@ from typing import Any
 from crosscloud_operator.domain import names
 from crosscloud_operator.domain.documents import PlannedPod
 from crosscloud_operator.domain.inventory import ENDED
-from crosscloud_operator.domain.record import PlacedStage
+from crosscloud_operator.domain.record import PlacedStage, parsed
 from crosscloud_trainer.contract import (
     REPORT_KEY,
     ExitCode,
@@ -129,7 +129,7 @@ def end_of(raw: Obj) -> End | None:
             reason=reason,
             message=terminated.get("message") or pod_message,
             from_outside=code != 0 and reason != "OOMKilled" and (outside or killed),
-            at=terminated.get("finishedAt"),
+            at=_time(terminated.get("finishedAt")),
         )
     if status.get("phase") == "Succeeded":
         return End(0, "Completed", pod_message, from_outside=False, at=None)
@@ -165,6 +165,11 @@ def replica_reports(
 def has_succeeded(report: Report | None) -> bool:
     """Whether the replica left the record that it has done all of its work."""
     return report is not None and report.completion is not None and report.completion.outcome is Outcome.SUCCEEDED
+
+
+def _time(value: Any) -> str | None:
+    """What a member calls a time, if it is one."""
+    return value if parsed(value) is not None else None
 
 
 def _trainer_status(status: Obj) -> Obj:

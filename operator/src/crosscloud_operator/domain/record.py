@@ -18,6 +18,14 @@ from crosscloud_operator.domain.errors import InvalidStatus
 from crosscloud_trainer.contract import dump
 from crosscloud_trainer.contract.reading import camel, fields_of
 
+# The times in a status that are computed with; lastTransitionTime is only handed on.
+TIMES = frozenset(
+    {
+        "plannedAt", "admittedAt", "boundAt", "endedAt", "goneAt", "retryAt", "startedAt", "finishedAt",
+        "unreachableSince", "waitingSince", "reportedAt",
+    }
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -183,12 +191,28 @@ class JobStatus:
 
 
 def read_status(data: Any) -> JobStatus:
-    """Raises InvalidStatus where somebody else has written into it. Fields of other versions are passed over."""
+    """Raises InvalidStatus where somebody else has written into it. Passed over are fields of other versions, and
+    times that can't be read (`unreadable_times` names them).
+    """
     try:
         return typing.cast(JobStatus, _builder(JobStatus)(data or {}))
     except (TypeError, AttributeError) as fault:
         reason = str(fault).replace(".__init__()", "")  # of a dataclass: what is too much in it, or missing
         raise InvalidStatus(f"status: found what this operator has not written ({reason})") from fault
+
+
+def unreadable_times(data: Any, path: str = "status") -> list[str]:
+    """The times in a status that are none, each with its path and value; an API server lets some of them through."""
+    if isinstance(data, list):
+        return [text for number, item in enumerate(data) for text in unreadable_times(item, f"{path}[{number}]")]
+    if not isinstance(data, Mapping):
+        return []
+    found = []
+    for key, value in data.items():
+        if key in TIMES and value is not None and parsed(value) is None:
+            found.append(f"{path}.{key}: found {str(value)[:60]!r}; must be a time like 2026-01-31T12:00:00Z")
+        found += unreadable_times(value, f"{path}.{key}")
+    return found
 
 
 def write_status(status: JobStatus) -> dict[str, Any]:
@@ -226,8 +250,17 @@ def rfc3339(seconds: float) -> str:
 
 
 def seconds(text: str) -> float:
-    """Inverse of `rfc3339`; takes fractions and other offsets too."""
-    return datetime.fromisoformat(text).timestamp()
+    """Inverse of `rfc3339`; takes fractions and other offsets too, and UTC where none is named. Raises ValueError."""
+    found = datetime.fromisoformat(text.upper())  # RFC 3339 takes t and z too
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+def parsed(text: Any) -> float | None:
+    """The same for texts of others: None where it is no time."""
+    try:
+        return seconds(text) if isinstance(text, str) else None
+    except (ValueError, OverflowError):
+        return None
 
 
 @functools.cache
@@ -243,7 +276,11 @@ def _builder(kind: Any) -> Callable[[Any], Any]:
     fields = {camel(name): (name, _builder(hint)) for name, hint, _, _ in fields_of(kind)}
 
     def build(data: Any) -> Any:
-        known = (fields[key] + (value,) for key, value in data.items() if key in fields and value is not None)
+        known = (
+            fields[key] + (value,)
+            for key, value in data.items()
+            if key in fields and value is not None and not (key in TIMES and parsed(value) is None)
+        )
         return kind(**{name: make(value) for name, make, value in known})
 
     return build

@@ -41,7 +41,7 @@ def replica_status(index: int, report: Report | None, blocked: str | None) -> Re
         loss=_number(progress.loss),
         digest=progress.digest,
         waiting_for=progress.waiting_for,
-        waiting_since=progress.waiting_since,
+        waiting_since=progress.waiting_since if record.parsed(progress.waiting_since) is not None else None,
         reported_at=report.time,
         message=report.completion.message if report.completion else blocked,
     )
