@@ -1,4 +1,4 @@
-"""`crosscloud fetch`: whole or not at all, from a folder and from a real S3 server; `crosscloud status`."""
+"""`crosscloud fetch`: whole or not at all, from a folder and from a real S3 server."""
 
 from __future__ import annotations
 
@@ -192,36 +192,3 @@ def test_what_can_not_be_fetched_is_told_in_one_message(
         out = crosscloud("fetch", name, target, "-n", "ml", code=1)
         assert words in " ".join(out.split())
         assert not Path(target).exists()
-
-
-def test_status_tells_where_a_job_is_and_what_it_waits_for(crosscloud: Command, hub_api: ApiServer) -> None:
-    running = {
-        "type": "Running",
-        "status": "True",
-        "reason": "WaitingForPeers",
-        "message": "replica 0 waits for replica 1",
-        "lastTransitionTime": "2026-01-01T00:00:00Z",
-    }
-    plan = [
-        {"replica": n, "incarnation": 1, "stage": 0, "member": m, "pool": "a100", "zeroStage": 1, "nodes": [node]}
-        for n, m, node in ((0, "east", {"name": "e1", "gpus": 2}), (1, "west", {"name": "w1", "gpus": 2}))
-    ]
-    replicas = [
-        {"index": 0, "activity": "Waiting", "step": 20, "round": 1, "loss": "2.5", "waitingFor": [1]},
-        {"index": 1, "activity": "Training", "step": 12, "round": 1, "loss": "2.6"},
-    ]
-    finished_job(
-        hub_api,
-        "busy",
-        None,
-        conditions=[running],
-        plan=plan,
-        replicaStatuses=replicas,
-        progress={"step": 20, "totalSteps": 100, "round": 1, "loss": "2.55", "wanPerStep": "1.2 MB"},
-        attempt={"number": 2},
-        refused=[{"member": "north", "reason": "0 of 2 GPUs free"}],
-    )
-    out = crosscloud("status", "busy", "-n", "ml")
-    for words in ("WaitingForPeers", "step 20 of 100", "e1 (2)", "west", "attempt 2", "north: 0 of 2 GPUs free"):
-        assert words in out
-    assert "there is no job" in crosscloud("status", "nobody", "-n", "ml", code=1)

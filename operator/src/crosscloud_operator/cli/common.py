@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import click
 from rich.console import Console
+from rich.table import Table
 
-from crosscloud_operator.kube.api import ApiError, NotFound, Refused, Unreachable
+from crosscloud_operator.kube.api import JOB, ApiError, Cluster, NotFound, Obj, Ref, Refused, Unreachable
 from crosscloud_operator.kube.cluster import HttpCluster
 from crosscloud_operator.kube.local import NoAccess, user_kubeconfig
 
@@ -98,6 +100,46 @@ def run(work: Coroutine[Any, Any, T], *clusters: HttpCluster) -> T:
         raise Failed(f"no usable answer: {fault.message}") from fault
     except ApiError as fault:
         raise Failed(fault.message) from fault
+
+
+async def existing_job(cluster: Cluster, namespace: str, name: str) -> Obj:
+    """The job. Raises Failed, with where jobs of that name are, if it isn't there."""
+    found = await cluster.get(Ref(JOB, name, namespace))
+    if found is not None:
+        return found
+    elsewhere = ""
+    with contextlib.suppress(Refused):  # who may not see all namespaces is told less
+        spaces = [job["metadata"]["namespace"] for job in await existing_jobs(cluster, None) if _name(job) == name]
+        elsewhere = f"; there is one in {', '.join(sorted(spaces))}" if spaces else ""
+    raise Failed(f"JOB: there is no job {name!r} in namespace {namespace!r}{elsewhere}; `-n` names another namespace")
+
+
+async def existing_jobs(cluster: Cluster, namespace: str | None) -> Sequence[Obj]:
+    """The jobs of a namespace, or of all. Raises Failed where the hub knows no jobs."""
+    try:
+        return await cluster.list(JOB, namespace=namespace)
+    except NotFound as fault:
+        raise Failed(f"the hub does not know CrossCloudTrainingJobs: {INSTALL}") from fault
+
+
+def _name(obj: Obj) -> str:
+    return str(obj["metadata"]["name"])
+
+
+def duration(seconds: float) -> str:
+    """A time span in two or three letters, as kubectl shows ages."""
+    for unit, length, most in (("s", 1, 120), ("m", 60, 120 * 60), ("h", 3600, 48 * 3600)):
+        if seconds < most:
+            return f"{max(0, int(seconds)) // length}{unit}"
+    return f"{int(seconds) // 86_400}d"
+
+
+def table(*columns: str) -> Table:
+    """Without lines, as kubectl's; what doesn't fit goes on in the next line, and nothing is cut."""
+    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        found.add_column(name, overflow="fold")
+    return found
 
 
 def console(stderr: bool = False) -> Console:

@@ -17,9 +17,9 @@ import click
 import fsspec
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from crosscloud_operator.cli.common import Failed, Hub, checked_name, console, hub_options, run
+from crosscloud_operator.cli.common import Failed, Hub, checked_name, console, existing_job, hub_options, run
 from crosscloud_operator.domain.record import condition_in
-from crosscloud_operator.kube.api import JOB, SECRET, Cluster, Obj, Ref
+from crosscloud_operator.kube.api import SECRET, Cluster, Obj, Ref
 
 _STORAGE_NAMES = ("AWS_", "AZURE_", "GOOGLE_", "FSSPEC_")
 _OWN_IDENTITY = ("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_PROFILE")  # must not mix in
@@ -38,7 +38,7 @@ class RemoteFile:
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", callback=checked_name)
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
     "-n", "--namespace", default="default", show_default=True, callback=checked_name, help="The job's namespace."
@@ -78,9 +78,7 @@ def use_environment(environment: Mapping[str, str]) -> None:
 
 async def _location(cluster: Cluster, namespace: str, name: str) -> tuple[str, dict[str, str]]:
     """Address of the result, and the environment that its storage needs."""
-    job = await cluster.get(Ref(JOB, name, namespace))
-    if job is None:
-        raise Failed(f"JOB: there is no job {name!r} in namespace {namespace!r}; `-n` names another namespace")
+    job = await existing_job(cluster, namespace, name)
     status = job.get("status") or {}
     uri = (status.get("result") or {}).get("uri")
     if not uri:

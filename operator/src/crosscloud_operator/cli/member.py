@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from crosscloud_operator.cli import setup
 from crosscloud_operator.cli.apply import Did, apply
@@ -23,12 +22,14 @@ from crosscloud_operator.cli.common import (
     checked_host,
     checked_name,
     console,
+    duration,
     hub_options,
     run,
+    table,
 )
 from crosscloud_operator.cli.selector import parse_selector
 from crosscloud_operator.domain.inventory import SYSTEM_NAMESPACE, cluster_id
-from crosscloud_operator.domain.record import condition_in, has_ended, rfc3339
+from crosscloud_operator.domain.record import condition_in, has_ended, parsed, rfc3339
 from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.api import (
     CLUSTER_ROLE,
@@ -278,10 +279,10 @@ async def _wait(hub: Cluster, wanted: Wanted, expires: float | None, out: Consol
     if not pools:
         out.print("no node with GPUs was found in it yet")
         return
-    table = Table("POOL", "GPU", "NODES", "GPUS", "FREE", box=None)
+    shown = table("POOL", "GPU", "NODES", "GPUS", "FREE")
     for pool in pools:
-        table.add_row(pool["name"], pool.get("gpu") or "-", *(str(pool[key]) for key in ("nodes", "gpus", "freeGpus")))
-    out.print(table)
+        shown.add_row(pool["name"], pool.get("gpu") or "-", *(str(pool[key]) for key in ("nodes", "gpus", "freeGpus")))
+    out.print(shown)
 
 
 @member.command("list")
@@ -294,10 +295,14 @@ def list_members(hub: Hub) -> None:
     if not found:
         out.print("there is no member yet: `crosscloud member add NAME --kubeconfig FILE`")
         return
-    table = Table("NAME", "READY", "REASON", "VERSION", "GPUS", "FREE", "NAMESPACES", "CREDENTIALS UNTIL", box=None)
+    shown = table("NAME", "READY", "REASON", "VERSION", "GPUS", "FREE", "NAMESPACES", "TOKEN")
     for obj in found:
-        table.add_row(*_row(obj))
-    out.print(table)
+        shown.add_row(*_row(obj))
+    out.print(shown)
+    for obj in found:
+        ready = condition_in(obj.get("status") or {}, "Ready")
+        if ready and ready["status"] != "True":
+            out.print(f"{obj['metadata']['name']}: {ready['message']}", markup=False)
 
 
 def _row(obj: Obj) -> list[str]:
@@ -306,7 +311,8 @@ def _row(obj: Obj) -> list[str]:
     allowed = spec.get("allowedNamespaces")
     names = None if allowed is None else setup.allowed_names(allowed)
     shown = "none" if allowed is None else ", ".join(names) if names is not None else "by labels"
-    until = (status.get("credentials") or {}).get("expiresAt", "-")
+    expires = parsed((status.get("credentials") or {}).get("expiresAt"))
+    left = None if expires is None else expires - time.time()
     counts = [str(status.get(key, "-")) for key in ("gpus", "freeGpus")]
     return [
         obj["metadata"]["name"],
@@ -315,7 +321,7 @@ def _row(obj: Obj) -> list[str]:
         status.get("version", "-"),
         *counts,
         shown,
-        until,
+        "-" if left is None else "ended" if left <= 0 else f"{duration(left)} left",
     ]
 
 

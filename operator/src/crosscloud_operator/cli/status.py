@@ -1,32 +1,73 @@
-"""`crosscloud status JOB`: where its replicas are, how far they got, and why it isn't further."""
+"""`crosscloud status [JOB]`: the jobs, or where one's replicas are, how far they got, and why it isn't further."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
-from crosscloud_operator.cli.common import Failed, Hub, checked_name, console, hub_options, run
-from crosscloud_operator.domain.record import condition_in
-from crosscloud_operator.kube.api import JOB, Obj, Ref
+from crosscloud_operator.cli.common import (
+    Failed,
+    Hub,
+    checked_name,
+    console,
+    duration,
+    existing_job,
+    existing_jobs,
+    hub_options,
+    run,
+    table,
+)
+from crosscloud_operator.domain.record import condition_in, parsed
+from crosscloud_operator.kube.api import Obj
+
+DIGEST_LETTERS = 16
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", required=False, callback=checked_name)
 @click.option(
     "-n", "--namespace", default="default", show_default=True, callback=checked_name, help="The job's namespace."
 )
+@click.option("-A", "--all-namespaces", is_flag=True, help="Without JOB: the jobs of all namespaces.")
 @hub_options
-def status(job: str, namespace: str, hub: Hub) -> None:
-    """Show where JOB runs, how far each replica is, and what it waits for."""
+def status(job: str | None, namespace: str, all_namespaces: bool, hub: Hub) -> None:
+    """Show where JOB runs, how far each replica is, and what it waits for; without JOB, a line for each job."""
+    if job is not None and all_namespaces:
+        raise click.UsageError("JOB and --all-namespaces: give one of the two; `-n` names the job's namespace")
     cluster = hub.cluster()
-    found = run(cluster.get(Ref(JOB, job, namespace)), cluster)
-    if found is None:
-        raise Failed(f"JOB: there is no job {job!r} in namespace {namespace!r}; `-n` names another namespace")
-    show(found, console())
+    if job is not None:
+        show(run(existing_job(cluster, namespace, job), cluster), console())
+        return
+    found = run(existing_jobs(cluster, None if all_namespaces else namespace), cluster)
+    if not found and not all_namespaces:
+        raise Failed(f"there is no job in namespace {namespace!r}; `-n` names another one, `-A` shows those of all")
+    show_all(found, console(), with_namespace=all_namespaces)
+
+
+def show_all(jobs: Sequence[Obj], out: Console, *, with_namespace: bool) -> None:
+    """Print a line for each job, as `kubectl get` does."""
+    if not jobs:
+        out.print("there is no job yet: `kubectl apply -f JOB.yaml` makes one")
+        return
+    head = ("NAMESPACE",) if with_namespace else ()
+    found = table(*head, "NAME", "STATUS", "STEP", "LOSS", "TOKENS/S", "WAN/STEP", "RESTARTS", "AGE")
+    for job in sorted(jobs, key=lambda item: (item["metadata"]["namespace"], item["metadata"]["name"])):
+        meta, told = job["metadata"], job.get("status") or {}
+        progress = told.get("progress") or {}
+        running = condition_in(told, "Running") or {}
+        found.add_row(
+            *((meta["namespace"],) if with_namespace else ()),
+            meta["name"],
+            running.get("reason", "-"),
+            *(str(progress.get(key, "-")) for key in ("step", "loss", "tokensPerSecond", "wanPerStep")),
+            str(told.get("restarts", 0)),
+            _since(meta.get("creationTimestamp")),
+        )
+    out.print(found)
 
 
 def show(job: Obj, out: Console) -> None:
@@ -34,25 +75,29 @@ def show(job: Obj, out: Console) -> None:
     found = job.get("status") or {}
     meta = job["metadata"]
     running = condition_in(found, "Running")
-    out.print(
-        f"[bold]{meta['namespace']}/{meta['name']}[/bold]: {running['reason'] if running else 'not looked at yet'}"
-    )
-    if running and running.get("message"):
-        out.print(f"  {running['message']}", markup=False)
-    _show_progress(found.get("progress") or {}, out)
     attempt = found.get("attempt") or {}
+    heading = [running["reason"] if running else "not looked at yet"]
     if attempt:
-        out.print(f"  attempt {attempt.get('number')}, restarts {found.get('restarts', 0)}")
-    if cause := attempt.get("cause"):
+        heading.append(f"attempt {attempt.get('number')}")
+    if restarts := found.get("restarts"):
+        heading.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
+    out.print(f"[bold]{meta['namespace']}/{meta['name']}[/bold]: {', '.join(heading)}")
+    message = (running or {}).get("message", "").removeprefix(f"attempt {attempt.get('number')}: ")
+    if message:
+        out.print(f"  {message}", markup=False)
+    _show_progress(found.get("progress") or {}, out)
+    cause = attempt.get("cause") or {}
+    if cause and cause.get("message", "") not in message:
         out.print(f"  last end: {cause.get('reason')}: {cause.get('message')}", markup=False)
     for item in found.get("members") or ():
         if item.get("unreachableSince"):
-            out.print(f"  {item['name']} can't be reached since {item['unreachableSince']}")
+            out.print(f"  {item['name']} can't be reached for {_since(item['unreachableSince'])}")
     _show_replicas(found, out)
     for item in found.get("refused") or ():
         out.print(f"  {item['member']}: {item['reason']}", markup=False)
     if result := (found.get("result") or {}).get("uri"):
-        out.print(f"  result: {result}; `crosscloud fetch {meta['name']} DIR -n {meta['namespace']}` brings it")
+        out.print(f"  result: {result}", markup=False)
+        out.print(f"  `crosscloud fetch {meta['name']} DIR -n {meta['namespace']}` brings it")
 
 
 def _show_progress(progress: Mapping[str, Any], out: Console) -> None:
@@ -72,25 +117,33 @@ def _show_progress(progress: Mapping[str, Any], out: Console) -> None:
 
 
 def _show_replicas(found: Mapping[str, Any], out: Console) -> None:
+    """Two tables, since one of all columns is wider than a terminal."""
     plan = found.get("plan") or []
     if not plan:
         return
     told = {item["index"]: item for item in found.get("replicaStatuses") or ()}
-    table = Table(
-        "REPLICA", "STAGE", "MEMBER", "POOL", "NODES", "ACTIVITY", "STEP", "ROUND", "LOSS", "WAITS FOR", box=None
-    )
+    progress = table("REPLICA", "MEMBER", "ACTIVITY", "STEP", "ROUND", "LOSS", "DIGEST", "WAITS FOR")
+    places = table("REPLICA", "POOL", "NODES (GPUS)")
     for stage in plan:
         own = told.get(stage["replica"], {})
-        nodes = ", ".join(f"{node['name']} ({node['gpus']})" for node in stage.get("nodes") or ())
         waits = ", ".join(str(number) for number in own.get("waitingFor") or ())
-        table.add_row(
-            f"{stage['replica']}",
-            f"{stage.get('stage', 0)}",
+        progress.add_row(
+            str(stage["replica"]),
             stage["member"],
-            stage.get("pool", "-"),
-            nodes,
             own.get("activity", "-"),
             *(str(own.get(key, "-")) for key in ("step", "round", "loss")),
-            f"{waits} since {own['waitingSince']}" if waits and own.get("waitingSince") else waits or "-",
+            (own.get("digest") or "-")[:DIGEST_LETTERS],
+            f"{waits}, for {_since(own['waitingSince'])}" if waits and own.get("waitingSince") else waits or "-",
         )
-    out.print(table)
+        nodes = ", ".join(f"{node['name']} ({node['gpus']})" for node in stage.get("nodes") or ())
+        places.add_row(str(stage["replica"]), stage.get("pool", "-"), nodes)
+    out.print(progress)
+    out.print(places)
+    for index, own in sorted(told.items()):
+        if own.get("message"):
+            out.print(f"  replica {index}: {own['message']}", markup=False)
+
+
+def _since(text: str | None) -> str:
+    at = parsed(text)
+    return "-" if at is None else duration(time.time() - at)
