@@ -217,14 +217,23 @@ def test_sigterm_ends_everything_and_leaves_no_process(tmp_path: Path) -> None:
     assert alive(below) == []
 
 
-def test_the_death_of_the_launcher_takes_all_processes_with_it(tmp_path: Path) -> None:
+def test_the_death_of_the_launcher_takes_all_processes_with_it_and_the_next_run_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     path = written(tmp_path, manifest(replicas=1, training={"tokens": "10M"}))
     process = start_local(path, tmp_path / "out")
     wait_for(lambda: len(ranks_of(process.pid)) == 1, "a rank")
     below = family(process.pid)
     process.kill()
     process.communicate()
+    (key,) = tmp_path.glob("crosscloud-*/attempt-1/tls-0/tls.key")
+    assert oct(key.stat().st_mode)[-3:] == "600"
+    assert oct(key.parents[2].stat().st_mode)[-3:] == "700"
     wait_for(lambda: not alive(below), "the end of all processes")
+    nothing = written(tmp_path, manifest(training={"data": {"train": ["/none/*.txt"]}}))
+    assert finished(start_local(nothing, tmp_path / "out"))[0] == ExitCode.INVALID_INPUT
+    assert list(tmp_path.glob("*crosscloud-*")) == []
 
 
 def test_steps_that_are_never_finite_end_the_job_at_once(tmp_path: Path) -> None:

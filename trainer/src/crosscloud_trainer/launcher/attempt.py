@@ -124,6 +124,7 @@ class LocalJob:
                     ("tls.key", pair.key),
                     ("ca.crt", authority.certificate),
                 ):
+                    (tls / name).touch(mode=0o600)
                     (tls / name).write_bytes(data)
                 environment = self._environment(folder, replica, ports[replica])
                 log = logs / f"replica-{replica}.log"

@@ -7,9 +7,7 @@ rank ends the attempt, and the next one starts, as the failure policy says.
 from __future__ import annotations
 
 import fcntl
-import shutil
 import signal
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from crosscloud_trainer.launcher.attempt import LocalJob, LocalPod
 from crosscloud_trainer.launcher.display import Display, chosen_display
 from crosscloud_trainer.launcher.manifest import read_manifest
 from crosscloud_trainer.launcher.state import RunState, Summary
+from crosscloud_trainer.launcher.workspace import work_folder
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 30.0
@@ -45,14 +44,9 @@ def run_local(path: Path, *, as_json: bool, out: Path | None, keep: bool) -> int
     manifest = read_manifest(path)
     folder = out if out is not None else Path("crosscloud-runs") / manifest.name
     uri = _storage_uri(manifest.spec, folder, given=out is not None)
-    with _claimed(folder), _interrupts() as interrupt:
-        work = Path(tempfile.mkdtemp(prefix=f"crosscloud-{manifest.name}-"))
-        try:
-            job = LocalJob(manifest, str(uuid.uuid4()), work, folder / "logs", uri)
-            code = _run_attempts(job, chosen_display(as_json), interrupt)
-        finally:
-            if not keep:
-                shutil.rmtree(work, ignore_errors=True)
+    with _claimed(folder), _interrupts() as interrupt, work_folder(manifest.name, keep=keep) as work:
+        job = LocalJob(manifest, str(uuid.uuid4()), work, folder / "logs", uri)
+        code = _run_attempts(job, chosen_display(as_json), interrupt)
     if keep and not as_json:
         print(f"kept: {work}")  # noqa: T201
     return code
