@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -92,18 +93,32 @@ async def test_sees_only_what_its_selector_matches(east_api: ApiServer, proxy: F
         await until(lambda: seen.names() == set())
 
 
-async def test_a_silent_watch_is_dropped_and_what_it_hid_is_found(
-    east_api: ApiServer, proxy: FaultProxy, namespace: str
+async def test_after_a_silent_watch_a_list_finds_what_it_hid_and_nobody_is_alarmed(
+    east_api: ApiServer, proxy: FaultProxy, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.hang_watches = True
+    with caplog.at_level(logging.DEBUG, "crosscloud_operator"):
+        async with watching(proxy.url, namespace) as seen:
+            await until(lambda: proxy.count(watch=True) == 1)
+            config_map(east_api, namespace, "hidden")
+            await until(lambda: seen.names() == {"hidden"})
+            assert seen.informer.unreachable_since is None
+    assert [item.levelname for item in caplog.records if "nothing came for" in item.getMessage()] == ["DEBUG"]
+    assert not [item for item in caplog.records if item.levelno > logging.DEBUG]
+
+
+async def test_a_server_that_answers_no_list_after_a_silent_watch_is_lost(
+    proxy: FaultProxy, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy.hang_watches = True
     async with watching(proxy.url, namespace) as seen:
         await until(lambda: proxy.count(watch=True) == 1)
-        config_map(east_api, namespace, "hidden")
+        contact = seen.informer.last_contact
+        proxy.list_status = 503
         await until(lambda: seen.informer.unreachable_since is not None)
-        assert seen.names() == set()
-        proxy.hang_watches = False
-        await until(lambda: seen.names() == {"hidden"})
-        await until(lambda: seen.informer.unreachable_since is None)
+        assert seen.informer.unreachable_since == contact
+    warnings = [item.getMessage() for item in caplog.records if item.levelname == "WARNING"]
+    assert [text.split(":")[1] for text in warnings] == [" lost sight of configmaps"]
 
 
 async def test_a_cut_stream_is_resumed_where_it_was(east_api: ApiServer, proxy: FaultProxy, namespace: str) -> None:

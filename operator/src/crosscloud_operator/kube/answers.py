@@ -15,6 +15,10 @@ from crosscloud_operator.kube.api import (
 )
 
 
+class Silent(Unreachable):
+    """A watch on which nothing came for too long, not even a bookmark."""
+
+
 class Expired(ApiError):
     """410: the resourceVersion or the continue token is too old; only a new list helps."""
 

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import aiohttp
 
 from crosscloud_operator.kube.access import Access
-from crosscloud_operator.kube.answers import Expired, error_of
+from crosscloud_operator.kube.answers import Expired, Silent, error_of
 from crosscloud_operator.kube.api import KINDS, ApiError, Conflict, Kind, NotFound, Obj, Ref, Unreachable
 
 FIELD_MANAGER = "crosscloud-operator"
@@ -198,8 +198,8 @@ class HttpCluster:
     ) -> AsyncGenerator[tuple[str, Obj], None]:
         """Changes since `version`: (OPENED, {}) once, then (ADDED | MODIFIED | DELETED | BOOKMARK, object).
 
-        Ends after `seconds` by the server's clock. Raises Expired (the answer or an event says 410), and Unreachable
-        where the connection breaks or nothing at all, not even a bookmark, comes for `inactivity` seconds.
+        Ends after `seconds` by the server's clock. Raises Expired (the answer or an event says 410), Silent where
+        nothing at all, not even a bookmark, comes for `inactivity` seconds, Unreachable where the connection breaks.
         """
         params = {
             "watch": "true",
@@ -222,6 +222,8 @@ class HttpCluster:
                 finally:
                     self._watches.discard(response)
                     _drop(response)
+        except aiohttp.SocketTimeoutError as fault:
+            raise Silent(f"{self.name}: watch: nothing came for {inactivity:g} s") from fault
         except (aiohttp.ClientError, TimeoutError, OSError, RuntimeError) as fault:
             raise _unreachable(self.name, "watch", fault) from fault
 

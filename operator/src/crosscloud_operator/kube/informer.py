@@ -1,7 +1,7 @@
 """What a cluster holds of one kind, kept current by LIST in pages and WATCH with bookmarks.
 
-It never gives up and never runs hot: whatever fails, the next try comes after a pause that grows with jitter. A watch
-on which nothing comes, not even a bookmark, is taken for dead. The library's own informer has neither bookmarks nor
+It never gives up and never runs hot: whatever fails, the next try comes after a pause that grows with jitter. After a
+watch on which nothing comes, not even a bookmark, it lists again. The library's own informer has neither bookmarks nor
 that timeout, and takes a thread each.
 """
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from crosscloud_operator.kube.answers import Expired
+from crosscloud_operator.kube.answers import Expired, Silent
 from crosscloud_operator.kube.api import ApiError, Kind, Obj, Unreachable
 from crosscloud_operator.kube.backoff import Backoff
 from crosscloud_operator.kube.cluster import QUIET, HttpCluster
@@ -100,8 +100,13 @@ class Informer:
             except Expired as fault:
                 self._version = ""
                 log.debug("%s: watch of %s expired: %s", self._cluster.name, self.kind.plural, fault.message)
+            except Silent as fault:
+                # Servers may be quiet: a list shows whether this one is there, and what a dead watch has hidden.
+                self._version = ""
+                self._failing = time.monotonic() - self._times.inactivity
+                log.debug("%s: %s: %s; listing again", self._cluster.name, self.kind.plural, fault.message)
             except ApiError as fault:
-                self._lose(fault, silent=time.monotonic() - began >= self._times.inactivity)
+                self._lose(fault)
             except Exception as fault:
                 # A server that sends nonsense ends no task of ours, and is believed nothing until it lists anew.
                 log.error("%s: %s that can't be read", self._cluster.name, self.kind.plural, exc_info=fault)  # noqa: TRY400
@@ -168,11 +173,11 @@ class Informer:
             log.info("%s: %s are seen again", self._cluster.name, self.kind.plural)
             self._contact_changed()
 
-    def _lose(self, fault: ApiError, *, silent: bool = False) -> None:
+    def _lose(self, fault: ApiError) -> None:
         now = time.monotonic()
         if self._failing is None:
             self._failing = now
-        if self._synced and self._lost is None and not silent and now - self._failing < self._times.grace:
+        if self._synced and self._lost is None and now - self._failing < self._times.grace:
             return
         if fault.reason == QUIET and self.fault is not None:
             return  # says less than the one before
