@@ -51,6 +51,24 @@ def test_before_the_first_report_all_replicas_are_starting(state: RunState) -> N
     assert shown(state).count("0/?") == 2
 
 
+def test_what_takes_time_before_the_first_step_is_said(state: RunState) -> None:
+    loading = replace(report(0, 1, step=0), activity=Activity.STARTING, detail="loading torch and DeepSpeed")
+    state.see(0, loading)
+    assert status_line(state) == "replica 0: starting: loading torch and DeepSpeed; replica 1: starting"
+    assert "starting: loading torch and DeepSpeed" in shown(state)
+
+
+def test_the_last_line_and_the_summary_tell_the_same_losses(state: RunState) -> None:
+    for replica, (loss, validation) in enumerate([(2.0, 2.4), (3.0, 2.6)]):
+        state.see(replica, report(replica, 7, loss=9.0, first_loss=5.0))
+        state.see(replica, report(replica, 8, loss=loss, first_loss=5.0, validation_loss=validation))
+    assert "5.000 → 2.500, validation 2.500" in shown(state)
+    assert state.curve[-1] == (8, 2.5)
+    told = "\n".join(summary_lines(Summary.of(state)))
+    assert "loss        5.000 → 2.500" in told
+    assert "validation  2.500" in told
+
+
 def test_bytes_are_shown_beside_what_dense_fp32_would_have_cost(state: RunState) -> None:
     for replica in (0, 1):
         state.see(
@@ -81,8 +99,9 @@ def test_old_reports_and_those_of_other_attempts_change_nothing(state: RunState)
 
 
 def test_a_replica_that_waits_says_for_whom(state: RunState) -> None:
-    state.see(0, replace(report(0, 4, waiting_for=(1,)), activity=Activity.WAITING))
+    state.see(0, replace(report(0, 4, loss=2.0, waiting_for=(1,)), activity=Activity.WAITING))
     assert "waiting for replica 1" in shown(state)
+    assert "step 4/8, loss 2.000, waiting for replica 1; " in status_line(state)
 
 
 def test_the_curve_keeps_the_whole_run_in_bounded_room(state: RunState) -> None:

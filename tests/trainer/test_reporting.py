@@ -144,6 +144,14 @@ def test_the_journal_counts_what_happened_and_never_shows_a_loss_that_is_not_fin
     assert journal.seconds == {"compute": 3.0, "exchange": 3.0, "waiting": 2.0}
 
 
+def test_the_loss_is_the_mean_of_the_last_ten_steps() -> None:
+    journal = Journal(total_steps=30, dense_bytes_per_step=1)
+    for step in range(1, 25):
+        journal.step(float(step), tokens=1, skipped=0, seconds=1.0)
+    assert journal.progress.loss == sum(range(15, 25)) / 10
+    assert journal.progress.first_loss == 1.0
+
+
 def test_progress_speaks_of_the_last_round_that_the_whole_view_has_prepared() -> None:
     journal = Journal(total_steps=3, dense_bytes_per_step=1)
     told = []

@@ -13,6 +13,7 @@ from crosscloud_trainer.contract import Progress
 from crosscloud_trainer.link.traffic import KINDS
 
 _RATE_STEPS = 50  # tokens per second are a mean over so many steps
+LOSS_STEPS = 10  # and the training loss over so many: that of one step says more of its text than of the model
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Journal:
         self._lock = threading.Lock()
         self._dense_per_step = dense_bytes_per_step
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=_RATE_STEPS)
+        self._losses: deque[float] = deque(maxlen=LOSS_STEPS)
         self._progress = Progress(step=0, total_steps=total_steps, round=0, tokens=0)
         self._applied: deque[tuple[int, str]] = deque()  # rounds and digests that the whole view may not have yet
         self.seconds = {"compute": 0.0, "exchange": 0.0, "waiting": 0.0}
@@ -48,7 +50,9 @@ class Journal:
             before = self._progress
             self._marks.append((time.monotonic(), before.tokens + tokens))
             (first, low), (last, high) = self._marks[0], self._marks[-1]
-            shown = loss if math.isfinite(loss) else before.loss
+            if math.isfinite(loss):
+                self._losses.append(loss)
+            shown = sum(self._losses) / len(self._losses) if self._losses else None
             self._progress = replace(
                 before,
                 step=before.step + 1,

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from crosscloud_trainer.contract import RunDocument
-from crosscloud_trainer.journal import Journal
+from crosscloud_trainer.journal import LOSS_STEPS, Journal
 
 PREFIX = "crosscloud_trainer_"
 
@@ -38,7 +38,7 @@ class RunCollector(Collector):
     def _gauges(self) -> Iterator[Metric]:
         progress = self._journal.progress
         for name, text, value in (
-            ("loss", "Training loss of the last step, mean over the ranks", progress.loss),
+            ("loss", f"Training loss, mean of the last {LOSS_STEPS} steps and of the ranks", progress.loss),
             ("validation_loss", "Loss of the last evaluation", progress.validation_loss),
             ("step", "Inner steps done", progress.step),
             ("steps", "Inner steps planned", progress.total_steps),

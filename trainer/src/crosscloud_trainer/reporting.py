@@ -42,6 +42,7 @@ class Status:
     term: int = rule(0, minimum=0)
     view: int = rule(0, minimum=0)
     activity: Activity = rule(Activity.STARTING)
+    detail: str | None = rule(None, max_length=100)
     progress: Progress = rule(factory=lambda: Progress(step=0, total_steps=0, round=0, tokens=0))
     result_uri: str | None = rule(None)
     checkpoint_uri: str | None = rule(None)
@@ -222,6 +223,7 @@ class Reporter:
             time=now(),
             activity=activity,
             progress=status.progress,
+            detail=status.detail if completion is None else None,
             completion=completion,
         )
 

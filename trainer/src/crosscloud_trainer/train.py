@@ -65,6 +65,7 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
     status = _status_file(place, environ)
     deadline = float(environ[DEADLINE])
 
+    say(status, "meeting the ranks of this replica")
     device = meet_ranks(place, environ, deadline)
     corpus = open_corpus(Path(environ[DATA_FOLDER]), training.sequence_length)
     agree_on_data(place, corpus.summary)
@@ -72,6 +73,7 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
     task = CausalTask(corpus, split, place.replicas.index(pod.replica), place.rank, place.ranks)
     steps = steps_for(training.tokens, split.per_step * training.sequence_length)
 
+    say(status, "building the model")
     check_memory(run, pod.replica, device, Memory.read(environ))
     model = build_model(training.model, training.sequence_length, training.seed)
     torch.manual_seed(seed_of(training.seed, pod.replica, place.rank))  # of dropout: no two ranks drop alike
@@ -79,21 +81,23 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
     sizes = [parameter.elements for parameter in trained.index.parameters]
     journal = Journal(steps, wan_bytes("None", sizes, len(run.replicas)))
 
+    say(status, "meeting the other replicas")
     with meet_replicas(place, trained, corpus.summary, deadline) as meeting:
         diloco = build_diloco(place, trained, meeting, device)
         if status is not None:
             status.watch(Watch(meeting, journal).live)
-            status.update(activity=Activity.TRAINING)
+            status.update(activity=Activity.TRAINING, detail=None)
         if place.first and pod.metrics_port:
             serve_metrics(place, journal)
         log.info("training: %d steps of %d tokens", steps, split.per_step * training.sequence_length)
         run_steps(place, steps, task, trained, diloco, meeting, journal, device)
         if status is not None:
-            status.update(activity=Activity.FINISHING)
+            status.update(activity=Activity.FINISHING, detail="waiting until all replicas have the last round")
         meeting.settle()
         journal.settled(meeting.exchange.settled_round)
         count_traffic(meeting, journal, TorchGroup(device), place)
 
+    say(status, "writing checkpoint and result")
     stored = store(place, trained, diloco, meeting, journal)
     if status is not None:
         status.update(**stored)
@@ -138,7 +142,8 @@ def run_steps(
         if place.first and (time.monotonic() - shown > LOG_SECONDS or step == steps):
             shown = time.monotonic()
             rate = journal.progress.tokens_per_second
-            log.info("step %d of %d: loss %.4f, %.0f tokens/s", step, steps, mean, rate)
+            loss = journal.progress.loss or float("nan")
+            log.info("step %d of %d: loss %.4f, %.0f tokens/s", step, steps, loss, rate)
 
 
 def build_engine(model: torch.nn.Module, place: Place, steps: int) -> engine.Engine:
@@ -268,6 +273,12 @@ def _status_file(place: Place, environ: Mapping[str, str]) -> StatusFile | None:
     if not place.first or STATUS_FILE not in environ:
         return None
     return StatusFile(Path(environ[STATUS_FILE]), Status(home=place.attempt.run.home.number), lambda status: status)
+
+
+def say(status: StatusFile | None, detail: str) -> None:
+    """Tell what this rank does now, where it is the one that speaks."""
+    if status is not None:
+        status.update(detail=detail)
 
 
 def seed_of(*parts: int) -> int:

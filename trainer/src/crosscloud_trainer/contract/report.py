@@ -41,7 +41,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Progress:
-    """Counters of the replica. Bytes are those sent and received over the link; `digest` is that of the outer state."""
+    """Counters of the replica. `loss` is the mean of the last steps, `first_loss` that of the first one. Bytes are those sent and received over the link; `digest` is that of the outer state."""
 
     step: int = rule(minimum=0)
     total_steps: int = rule(minimum=0)
@@ -83,6 +83,7 @@ class Report:
     time: str = rule(pattern=_TIME)
     activity: Activity = rule()
     progress: Progress = rule()
+    detail: str | None = rule(None, max_length=100)  # what Starting or Finishing is about now, in words
     completion: Completion | None = rule(None)
 
     def check(self) -> Iterator[Fault]:

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from crosscloud_trainer.contract import Activity, dump
-from crosscloud_trainer.launcher.state import RunState, Summary
+from crosscloud_trainer.journal import LOSS_STEPS
+from crosscloud_trainer.launcher.state import Losses, RunState, Summary
 from crosscloud_trainer.sizes import bytes_text
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -170,10 +171,8 @@ def render(state: RunState, width: int) -> Group:
     title = Text(f"{state.manifest.name}, attempt {state.attempt}", style="bold")
     parts: list[Any] = [title, table]
     if len(state.curve) > 1:
-        parts.append(
-            f"loss  {sparkline([loss for _, loss in state.curve], max(10, min(60, width - 30)))}"
-            f"  {state.curve[0][1]:.3f} → {state.curve[-1][1]:.3f}"
-        )
+        line = sparkline([loss for _, loss in state.curve], max(10, min(60, width - 50)))
+        parts.append(f"loss  {line}  {loss_words(state.losses())}")
     parts.append(f"WAN   {wan_words(state)}")
     agreement = agreement_words(state)
     if agreement:
@@ -187,9 +186,16 @@ def status_line(state: RunState) -> str:
     for replica in state.replicas:
         progress = state.progress(replica)
         if progress and progress.loss is not None:
-            parts.append(f"replica {replica}: step {progress.step}/{progress.total_steps}, loss {progress.loss:.3f}")
+            doing = "" if state.activity(replica) is Activity.TRAINING else f", {activity_words(state, replica)}"
+            steps = f"step {progress.step}/{progress.total_steps}"
+            parts.append(f"replica {replica}: {steps}, loss {progress.loss:.3f}{doing}")
         else:
             parts.append(f"replica {replica}: {activity_words(state, replica)}")
+    losses = state.losses()
+    if losses.last is None:
+        return "; ".join(parts)
+    if losses.validation is not None:
+        parts.append(f"validation {losses.validation:.3f}")
     parts += [f"{state.tokens_per_second():,.0f} tokens/s", f"WAN {wan_words(state)}"]
     agreement = agreement_words(state)
     return "; ".join([*parts, agreement] if agreement else parts)
@@ -199,9 +205,10 @@ def summary_lines(summary: Summary) -> list[str]:
     """What a newcomer wants to know at the end, and what to try next."""
     lines = [f"{summary.name}: {summary.steps} steps, {summary.tokens:,} tokens, {summary.attempts} attempt(s)"]
     if summary.first_loss is not None and summary.last_loss is not None:
-        lines.append(f"loss        {summary.first_loss:.3f} → {summary.last_loss:.3f}")
+        means = f"the first step's → mean of the last {LOSS_STEPS}"
+        lines.append(f"loss        {summary.first_loss:.3f} → {summary.last_loss:.3f} ({means}, in training)")
     if summary.validation_loss is not None:
-        lines.append(f"validation  {summary.validation_loss:.3f}")
+        lines.append(f"validation  {summary.validation_loss:.3f} (the result's, on text that it was not trained on)")
     if summary.ratio is not None:
         sent, dense = bytes_text(summary.wan_bytes), bytes_text(summary.dense_bytes)
         lines.append(f"WAN         {sent} sent; dense fp32 at every step: {dense}, {summary.ratio:,.0f} times as much")
@@ -225,7 +232,16 @@ def activity_words(state: RunState, replica: int) -> str:
     activity, progress = state.activity(replica), state.progress(replica)
     if activity is Activity.WAITING and progress is not None and progress.waiting_for:
         return "waiting for replica " + ", ".join(map(str, progress.waiting_for))
-    return activity.value.lower()
+    detail = state.detail(replica)
+    return f"{activity.value.lower()}: {detail}" if detail else activity.value.lower()
+
+
+def loss_words(losses: Losses) -> str:
+    """As the summary has it at the end."""
+    words = [f"{losses.first:.3f} → {losses.last:.3f}"] if losses.first is not None and losses.last is not None else []
+    if losses.validation is not None:
+        words.append(f"validation {losses.validation:.3f}")
+    return ", ".join(words)
 
 
 def wan_words(state: RunState) -> str:

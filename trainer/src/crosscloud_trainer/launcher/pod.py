@@ -115,10 +115,19 @@ def _train(
 ) -> ranks.RankExit:
     deadline = time.monotonic() + pod.start_deadline
     run, stage = attempt.run, attempt.stage
+
+    def starting(detail: str) -> None:
+        if reporter is not None:
+            reporter.offer(Status(home=run.home.number, detail=detail))
+
+    starting("looking whether the storage can be written")
     Storage(run.storage_uri).check()
+    starting("reading the text")
     with stop.at_once():  # reading much text takes minutes
         found = write_corpus(run.training, len(run.replicas), folder)
     _say(f"data: {found}")
+    if stage.nodes > 1:
+        starting("looking for the other nodes")
     address, interface = _meeting_point(attempt, environ, deadline, stop)
     environments = ranks.rank_environments(
         first=pod.node * stage.gpus_per_node,
@@ -139,6 +148,7 @@ def _train(
         environment[ERROR_FILE] = str(folder / f"rank-{number}.error.json")
         if number == 0:
             environment[STATUS_FILE] = str(status_path)
+    starting("loading torch and DeepSpeed")
     group = ranks.RankGroup([sys.executable, "-m", "crosscloud_trainer.train"], environments, sys.stdout)
 
     changes = Changes(status_path)

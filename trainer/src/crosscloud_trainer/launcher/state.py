@@ -11,6 +11,15 @@ from crosscloud_trainer.launcher.manifest import Manifest
 _CURVE_POINTS = 400
 
 
+@dataclass(frozen=True)
+class Losses:
+    """Means over the replicas: training loss of the first step and of the last ones, and the last validation loss."""
+
+    first: float | None
+    last: float | None
+    validation: float | None
+
+
 class RunState:
     """Mutable; one thread uses it."""
 
@@ -41,10 +50,13 @@ class RunState:
         if progress.digest is not None:
             self._digests.setdefault(progress.round, {})[replica] = progress.digest
         losses = [item.progress.loss for item in self.reports.values() if item.progress.loss is not None]
-        if losses and (not self.curve or progress.step > self.curve[-1][0]):
-            self.curve.append((progress.step, sum(losses) / len(losses)))
-            if len(self.curve) > _CURVE_POINTS:  # halve the resolution, keep the whole run
-                del self.curve[1:-1:2]
+        if not losses or (self.curve and progress.step < self.curve[-1][0]):
+            return
+        if self.curve and progress.step == self.curve[-1][0]:  # another replica has come to this step
+            self.curve.pop()
+        self.curve.append((progress.step, sum(losses) / len(losses)))
+        if len(self.curve) > _CURVE_POINTS:  # halve the resolution, keep the whole run
+            del self.curve[1:-1:2]
 
     def progress(self, replica: int) -> Progress | None:
         report = self.reports.get(replica)
@@ -53,6 +65,19 @@ class RunState:
     def activity(self, replica: int) -> Activity:
         report = self.reports.get(replica)
         return report.activity if report else Activity.STARTING
+
+    def detail(self, replica: int) -> str | None:
+        """What it does while it doesn't train."""
+        report = self.reports.get(replica)
+        return report.detail if report else None
+
+    def losses(self) -> Losses:
+        parts = [report.progress for report in self.reports.values()]
+        return Losses(
+            first=_mean([part.first_loss for part in parts]),
+            last=_mean([part.loss for part in parts]),
+            validation=_mean([part.validation_loss for part in parts]),
+        )
 
     def agreement(self) -> tuple[int, bool] | None:
         """(round, digests equal) of the last round that all replicas have told of."""
@@ -73,7 +98,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a finished run came to. Losses are means over the replicas."""
+    """What a finished run came to. Losses are those of `Losses`."""
 
     name: str
     attempts: int
@@ -99,15 +124,16 @@ class Summary:
         parts = [state.reports[replica].progress for replica in state.replicas if replica in state.reports]
         wan, dense = state.wan()
         agreement = state.agreement()
+        losses = state.losses()
         completion = state.reports[0].completion if 0 in state.reports else None
         return cls(
             name=state.manifest.name,
             attempts=state.attempt,
             steps=max((part.step for part in parts), default=0),
             tokens=sum(part.tokens for part in parts),
-            first_loss=_mean([part.first_loss for part in parts]),
-            last_loss=_mean([part.loss for part in parts]),
-            validation_loss=_mean([part.validation_loss for part in parts]),
+            first_loss=losses.first,
+            last_loss=losses.last,
+            validation_loss=losses.validation,
             wan_bytes=wan,
             dense_bytes=dense,
             rounds=max((part.round for part in parts), default=0),
