@@ -41,7 +41,12 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Progress:
-    """Counters of the replica. `loss` is the mean of the last steps, `first_loss` that of the first one. Bytes are those sent and received over the link; `digest` is that of the outer state."""
+    """Counters of the replica.
+
+    `loss` is the mean training loss of the last steps, `first_loss` that of the first one. Bytes are those sent and
+    received over the link; `digest` is that of the outer state.
+    """
+
 
     step: int = rule(minimum=0)
     total_steps: int = rule(minimum=0)
