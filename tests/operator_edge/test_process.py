@@ -114,7 +114,7 @@ def test_a_lost_lease_ends_the_process(hub_api: ApiServer, tmp_path: Path) -> No
             {"CROSSCLOUD_LOG_LEVEL": "LOUD", "CROSSCLOUD_NAMESPACE": "A_B", "CROSSCLOUD_BIND_TIMEOUT": "-1"},
             ["CROSSCLOUD_LOG_LEVEL: found 'LOUD'", "CROSSCLOUD_NAMESPACE: found 'A_B'", "CROSSCLOUD_BIND_TIMEOUT"],
         ),
-        ({"KUBECONFIG": "/nope"}, ["there is no file '/nope'"]),
+        ({"KUBECONFIG": "/nope"}, ["found '/nope', but there is no such file"]),
         ({"CROSSCLOUD_TRAINER_IMAGE": ""}, ["CROSSCLOUD_TRAINER_IMAGE"]),
     ],
 )

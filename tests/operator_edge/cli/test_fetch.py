@@ -74,7 +74,7 @@ def test_an_empty_folder_is_filled_and_a_filled_one_is_left_alone(
     target.mkdir()
     crosscloud("fetch", "done", str(target), "-n", "ml")
     before = content(target)
-    out = crosscloud("fetch", "done", str(target), "-n", "ml", code=1)
+    out = crosscloud("fetch", "done", str(target), "-n", "ml", code=2)
     assert "there already" in out
     assert content(target) == before
 

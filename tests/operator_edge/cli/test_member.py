@@ -268,7 +268,34 @@ def test_removing_with_the_members_kubeconfig_takes_the_rights_away(crosscloud: 
 BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "a name with capitals": (("member", "add", "East", "--kubeconfig", "x"), "found 'East'; must be at most 63"),
     "no kubeconfig": (("member", "add", "east"), "--kubeconfig"),
-    "a kubeconfig that is not there": (("member", "add", "east", "--kubeconfig", "/nope"), "no file '/nope'"),
+    "a kubeconfig that is not there": (
+        ("member", "add", "east", "--kubeconfig", "/nope"),
+        "--kubeconfig: found '/nope', but there is no such file; must be the path of a cluster's kubeconfig",
+    ),
+    "a kubeconfig without a name, where the hub's is there": (
+        ("member", "add", "east", "--kubeconfig", ""),
+        "--kubeconfig: found '', which names no file",
+    ),
+    "a folder where a file should be there": (
+        ("member", "remove", "east", "--kubeconfig", "/"),
+        "--kubeconfig: found '/', which is a folder",
+    ),
+    "a hub that is not there": (
+        ("member", "list", "--hub-kubeconfig", "/nope"),
+        "--hub-kubeconfig: found '/nope', but there is no such file",
+    ),
+    "a context of the hub that isn't there": (
+        ("member", "list", "--hub-context", "nope"),
+        "--hub-context: there is no context 'nope'",
+    ),
+    "a context without its kubeconfig": (
+        ("member", "remove", "east", "--context", "x"),
+        "--kubeconfig, which is missing",
+    ),
+    "a namespace of the operator that isn't there": (
+        ("--operator-namespace", "nowhere", "member", "add", "east", "--kubeconfig", "HUB"),
+        "--operator-namespace: the hub has no namespace 'nowhere'",
+    ),
     "a namespace that can't be one": (
         ("member", "add", "east", "--kubeconfig", "x", "--allow-namespace", "a_b"),
         "found 'a_b'",
@@ -286,19 +313,36 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         "found 'http://a'; must be an address like https://",
     ),
     "a timeout that is no number": (("member", "add", "east", "--kubeconfig", "x", "--timeout", "soon"), "'soon'"),
+    "a timeout with a fraction": (
+        ("member", "add", "east", "--kubeconfig", "x", "--timeout", "1.5"),
+        "'1.5' is not a valid whole number of seconds",
+    ),
     "a timeout without end": (("member", "add", "east", "--kubeconfig", "x", "--timeout", "nan"), "'nan'"),
     "a gateway that is no host": (
         ("member", "add", "east", "--kubeconfig", "x", "--gateway-address", "a b/"),
         "found 'a b/'; must be a host name or an IP address",
     ),
     "a member that isn't there": (("member", "remove", "north"), "there is no member 'north'"),
-    "an unknown command": (("members",), "No such command 'members'"),
+    "an unknown command": (("members",), "No such command 'members'; must be one of fetch, member, status"),
+    "an unknown command for members": (("member", "delete"), "must be one of add, list, remove"),
+    "a job with its namespace": (("status", "ml/busy"), "found 'ml/busy'; must be the job's name alone: `busy -n ml`"),
+    "a job with capitals": (("fetch", "Busy", "x"), "found 'Busy'; must be at most 63"),
+    "a folder that is taken": (("fetch", "busy", "/usr"), "found '/usr', which is there already"),
+    "a folder without a name": (("fetch", "busy", ""), "found ''; must be a folder"),
+    "a folder below a file": (("fetch", "busy", "/etc/passwd/x"), "but /etc/passwd is a file"),
+    "an address that is none": (
+        ("fetch", "busy", "x", "--endpoint-url", "localhost:9000"),
+        "found 'localhost:9000'; must be an address like http://",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_message_with_field_value_and_what_is_allowed(case: str, crosscloud: Command) -> None:
+def test_bad_input_is_one_message_with_field_value_and_what_is_allowed(
+    case: str, crosscloud: Command, hub_api: ApiServer
+) -> None:
     arguments, words = BAD[case]
+    arguments = tuple(str(hub_api.kubeconfig) if text == "HUB" else text for text in arguments)
     code = 1 if "there" in case else 2
     out = crosscloud(*arguments, code=code)
     assert words in " ".join(out.split())
@@ -333,8 +377,8 @@ def test_a_server_that_can_not_be_stored_is_refused_before_anything_is_made(
 
     before = accounts()
     for server in ("https://", "https://a:99999", "https://user@a"):
-        out = crosscloud("member", "add", "west", "--kubeconfig", str(east_api.kubeconfig), "--server", server, code=1)
-        assert f"server: found '{server}'; must be an address like https://" in " ".join(out.split())
+        out = crosscloud("member", "add", "west", "--kubeconfig", str(east_api.kubeconfig), "--server", server, code=2)
+        assert f"'--server': found '{server}'; must be an address like https://" in " ".join(out.split())
     assert accounts() == before
 
 

@@ -41,7 +41,7 @@ class Hub:
 
     def cluster(self) -> HttpCluster:
         """Raises Failed where there are no credentials."""
-        return admin_cluster("hub", self.kubeconfig, self.context)
+        return admin_cluster("hub", self.kubeconfig, self.context, "--hub-kubeconfig")
 
 
 def hub_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -52,16 +52,17 @@ def hub_options(command: Callable[..., None]) -> Callable[..., None]:
     @click.pass_obj
     @functools.wraps(command)
     def wrapped(hub: Hub, /, *args: Any, hub_kubeconfig: str | None, hub_context: str | None, **kwargs: Any) -> None:
-        found = Hub(hub_kubeconfig or hub.kubeconfig, hub_context or hub.context, hub.namespace)
+        kubeconfig = hub.kubeconfig if hub_kubeconfig is None else hub_kubeconfig
+        found = Hub(kubeconfig, hub.context if hub_context is None else hub_context, hub.namespace)
         command(*args, hub=found, **kwargs)
 
     return wrapped
 
 
-def admin_cluster(name: str, kubeconfig: str | None, context: str | None) -> HttpCluster:
+def admin_cluster(name: str, kubeconfig: str | None, context: str | None, option: str = "--kubeconfig") -> HttpCluster:
     """A cluster as the user who runs the command sees it; exec plugins run, since they are the user's own."""
     try:
-        return HttpCluster(name, user_kubeconfig(kubeconfig, context))
+        return HttpCluster(name, user_kubeconfig(kubeconfig, context, option))
     except NoAccess as fault:
         raise Failed(str(fault)) from fault
 
@@ -72,6 +73,31 @@ def checked_name(_context: click.Context, _parameter: click.Parameter, value: An
         if item is not None and not NAME.fullmatch(item):
             raise click.BadParameter(f"found {item!r}; {NAME_ALLOWED}")
     return value
+
+
+def checked_job(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    """Callback of the argument that names a job."""
+    namespace, slash, name = (value or "").partition("/")
+    if slash and NAME.fullmatch(namespace) and NAME.fullmatch(name):
+        raise click.BadParameter(f"found {value!r}; must be the job's name alone: `{name} -n {namespace}`")
+    return checked_name(context, parameter, value)
+
+
+class Commands(click.Group):
+    """A group that says which commands there are where it is asked for another one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            raise click.UsageError(f"No such command {args[0]!r}; must be one of {', '.join(self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+class Seconds(click.IntRange):
+    """Whole seconds."""
+
+    name = "whole number of seconds"
 
 
 def checked_host(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import os
 import posixpath
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,7 +18,16 @@ import click
 import fsspec
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from crosscloud_operator.cli.common import Failed, Hub, checked_name, console, existing_job, hub_options, run
+from crosscloud_operator.cli.common import (
+    Failed,
+    Hub,
+    checked_job,
+    checked_name,
+    console,
+    existing_job,
+    hub_options,
+    run,
+)
 from crosscloud_operator.domain.record import condition_in
 from crosscloud_operator.kube.api import SECRET, Cluster, Obj, Ref
 
@@ -38,13 +48,16 @@ class RemoteFile:
 
 
 @click.command()
-@click.argument("job", callback=checked_name)
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("job", callback=checked_job)
+@click.argument("directory", metavar="DIR", callback=lambda _context, _parameter, value: _directory(value))
 @click.option(
     "-n", "--namespace", default="default", show_default=True, callback=checked_name, help="The job's namespace."
 )
 @click.option(
-    "--endpoint-url", metavar="URL", help="The object store's address from here [default: as the job's pods use it]"
+    "--endpoint-url",
+    metavar="URL",
+    callback=lambda _context, _parameter, value: _endpoint(value),
+    help="The object store's address from here [default: as the job's pods use it]",
 )
 @hub_options
 def fetch(job: str, directory: Path, namespace: str, endpoint_url: str | None, hub: Hub) -> None:
@@ -52,16 +65,33 @@ def fetch(job: str, directory: Path, namespace: str, endpoint_url: str | None, h
 
     The storage credentials are those of the job's Secret. DIR is there only when every file is complete.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise Failed(
-            f"DIR: found {str(directory)!r}, which is there already; name a folder that isn't, or an empty one"
-        )
     cluster = hub.cluster()
     uri, environment = run(_location(cluster, namespace, job), cluster)
     if endpoint_url:
         environment["AWS_ENDPOINT_URL"] = endpoint_url
     use_environment(environment)
     download(uri, directory)
+
+
+def _directory(value: str) -> Path:
+    """Where the result shall be: told before anything is asked of anybody."""
+    path = Path(value)
+    allowed = "must be a folder that isn't there yet, or an empty one"
+    try:
+        if not value or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
+            raise click.BadParameter(f"found {value!r}{', which is there already' if value else ''}; {allowed}")
+        above = next(parent for parent in path.absolute().parents if parent.exists())
+    except (OSError, ValueError) as fault:
+        raise click.BadParameter(f"found {value!r}; {allowed} ({fault})") from fault
+    if not above.is_dir():
+        raise click.BadParameter(f"found {value!r}, but {above} is a file; {allowed}")
+    return path
+
+
+def _endpoint(value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
+        raise click.BadParameter(f"found {value!r}; must be an address like http://127.0.0.1:9000")
+    return value
 
 
 def use_environment(environment: Mapping[str, str]) -> None:

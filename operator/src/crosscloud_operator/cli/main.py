@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from crosscloud_operator.cli.common import Hub, checked_name
+from crosscloud_operator.cli.common import Commands, Hub, checked_name
 from crosscloud_operator.cli.fetch import fetch
 from crosscloud_operator.cli.member import member
 from crosscloud_operator.cli.status import status
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="crosscloud-operator", prog_name="crosscloud")
 @click.option(
     "--kubeconfig",

@@ -16,8 +16,10 @@ from crosscloud_operator.cli import setup
 from crosscloud_operator.cli.apply import Did, apply
 from crosscloud_operator.cli.common import (
     INSTALL,
+    Commands,
     Failed,
     Hub,
+    Seconds,
     admin_cluster,
     checked_host,
     checked_name,
@@ -48,7 +50,7 @@ from crosscloud_operator.kube.api import (
 )
 from crosscloud_operator.kube.cluster import HttpCluster
 from crosscloud_operator.kube.credentials import life_of
-from crosscloud_operator.kube.kubeconfig import KubeconfigRefused, render, vet
+from crosscloud_operator.kube.kubeconfig import KubeconfigRefused, render, server_problems, vet
 
 TOKEN_SECONDS = 86_400
 LOCAL_HOSTS = ("localhost", "127.", "::1", "0.0.0.0")  # noqa: S104 - looked for, not listened at
@@ -67,7 +69,7 @@ class Wanted:
     dry_run: bool
 
 
-@click.group()
+@click.group(cls=Commands)
 def member() -> None:
     """Add, list and remove the clusters that run pods."""
 
@@ -98,13 +100,16 @@ def member() -> None:
     help="Where other members reach this one's node ports [default: a node]",
 )
 @click.option(
-    "--server", metavar="URL", help="The API server's address as the hub reaches it [default: the kubeconfig's]"
+    "--server",
+    metavar="URL",
+    callback=lambda _context, _parameter, value: _server(value),
+    help="The API server's address as the hub reaches it [default: the kubeconfig's]",
 )
 @click.option(
     "--timeout",
     default=120,
     show_default=True,
-    type=click.IntRange(0, 3600),
+    type=Seconds(0, 3600),
     help="Seconds to wait for Ready; 0: don't.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")
@@ -121,12 +126,15 @@ def add(name: str, kubeconfig: str, context: str | None, hub: Hub, **options: An
     wanted = Wanted(name=name, **options)
     if wanted.allow_namespaces and wanted.allow_selector is not None:
         raise click.UsageError("--allow-namespace and --allow-selector: give one of the two")
-    if wanted.server is not None and not wanted.server.startswith("https://"):
-        raise click.BadParameter(
-            f"found {wanted.server!r}; must be an address like https://host:6443", param_hint="--server"
-        )
     on_hub, on_member = hub.cluster(), admin_cluster(name, kubeconfig, context)
     run(_add(wanted, on_hub, hub.namespace, on_member, console()), on_hub, on_member)
+
+
+def _server(value: str | None) -> str | None:
+    """By the operator's own rules for addresses in a kubeconfig."""
+    if value is not None and (faults := list(server_problems("", value))):
+        raise click.BadParameter(faults[0].removeprefix(": "))
+    return value
 
 
 async def _add(wanted: Wanted, hub: HttpCluster, namespace: str, member: HttpCluster, out: Console) -> None:
@@ -164,7 +172,10 @@ async def _add(wanted: Wanted, hub: HttpCluster, namespace: str, member: HttpClu
 async def _checked_hub(hub: Cluster, name: str, namespace: str) -> Obj | None:
     await _members(hub)
     if await hub.get(Ref(NAMESPACE, namespace)) is None:
-        raise Failed(f"--operator-namespace: the hub has no namespace {namespace!r}: {INSTALL}, or name the right one")
+        raise Failed(
+            f"--operator-namespace: the hub has no namespace {namespace!r}; must be the one in which the operator runs "
+            f"(not there yet? {INSTALL})"
+        )
     return await hub.get(Ref(MEMBER, name))
 
 
@@ -339,7 +350,9 @@ def remove(name: str, force: bool, kubeconfig: str | None, context: str | None, 
     With --kubeconfig also what `member add` made in the member, but for the namespaces of jobs.
     """
     on_hub = hub.cluster()
-    on_member = admin_cluster(name, kubeconfig, context) if kubeconfig else None
+    if context is not None and kubeconfig is None:
+        raise click.UsageError("--context: is one of --kubeconfig, which is missing; the hub's is --hub-context")
+    on_member = None if kubeconfig is None else admin_cluster(name, kubeconfig, context)
     clusters = (on_hub, on_member) if on_member is not None else (on_hub,)
     run(_remove(name, force, on_hub, hub.namespace, on_member, console()), *clusters)
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from crosscloud_operator.cli.common import (
     Failed,
     Hub,
+    checked_job,
     checked_name,
     console,
     duration,
@@ -28,7 +29,7 @@ DIGEST_LETTERS = 16
 
 
 @click.command()
-@click.argument("job", required=False, callback=checked_name)
+@click.argument("job", required=False, callback=checked_job)
 @click.option(
     "-n", "--namespace", default="default", show_default=True, callback=checked_name, help="The job's namespace."
 )

@@ -197,7 +197,7 @@ def _cluster_problems(entry: _Entry) -> Iterator[str]:
             f"{entry.path}.insecure-skip-tls-verify: not allowed: whoever sits between would get the credentials; "
             "give certificate-authority-data"
         )
-    yield from _server_problems(f"{entry.path}.server", entry.body.get("server"))
+    yield from server_problems(f"{entry.path}.server", entry.body.get("server"))
     authority = entry.body.get("certificate-authority-data")
     if authority is not None and _certificates(authority) is None:
         yield f"{entry.path}.certificate-authority-data: must be base64 of PEM certificates"
@@ -206,7 +206,8 @@ def _cluster_problems(entry: _Entry) -> Iterator[str]:
         yield f"{entry.path}.tls-server-name: found {_shown(name)}; must be a host name"
 
 
-def _server_problems(path: str, server: Any) -> Iterator[str]:
+def server_problems(path: str, server: Any) -> Iterator[str]:
+    """What is wrong with the address of an API server; `path` names its field."""
     allowed = "must be an address like https://host:6443"
     if not isinstance(server, str) or not _printable(server):
         yield f"{path}: found {_shown(server)}; {allowed}"

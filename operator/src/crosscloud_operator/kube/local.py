@@ -17,6 +17,9 @@ from kubernetes.config.config_exception import ConfigException
 
 from crosscloud_operator.kube.access import Access
 
+# The library lets anything out: YAML, base64, OS and type errors.
+_ANY = Exception
+
 
 class NoAccess(Exception):
     """No usable credentials; the message says what was looked at and what to do."""
@@ -32,19 +35,47 @@ def in_cluster() -> Access:
     return _access(found, "the service account")
 
 
-def user_kubeconfig(path: str | None, context: str | None = None) -> Access:
-    """A user's kubeconfig (default: $KUBECONFIG, then ~/.kube/config) at one of its contexts (default: the current)."""
-    name = path or os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
-    if not any(Path(part).expanduser().is_file() for part in name.split(os.pathsep)):
-        raise NoAccess(f"kubeconfig: there is no file {name!r}; name one, or set KUBECONFIG")
+def user_kubeconfig(path: str | None, context: str | None = None, option: str = "kubeconfig") -> Access:
+    """A user's kubeconfig (default: $KUBECONFIG, then ~/.kube/config) at one of its contexts (default: the current).
+
+    `option` is what messages call the one that `path` comes from. Raises NoAccess.
+    """
+    name = _kubeconfig_file(path, option)
+    if context is not None and (known := _contexts(name)) and context not in known:
+        asked = option.replace("kubeconfig", "context")
+        raise NoAccess(f"{asked}: there is no context {context!r} in {name!r}; it has {', '.join(known)[:400]}")
     found = Configuration(proxy="")  # none from the surroundings; one that the kubeconfig names is refused below
     try:
         config.load_kube_config(name, context, found, persist_config=False)
     except ConfigException as fault:
         raise NoAccess(f"kubeconfig {name!r}: {_words(fault)}") from fault
-    except Exception as fault:  # the library lets anything out: YAML, base64, OS and type errors
+    except _ANY as fault:
         raise NoAccess(f"kubeconfig {name!r}: can't be read: {_words(fault)}") from fault
     return _access(found, f"kubeconfig {name!r}")
+
+
+def _kubeconfig_file(path: str | None, option: str) -> str:
+    """The name of a file, or several, of which one is there. Raises NoAccess that says where the name comes from."""
+    variable, default = os.environ.get("KUBECONFIG"), str(Path.home() / ".kube" / "config")
+    name = path if path is not None else variable or default
+    parts = [Path(part).expanduser() for part in name.split(os.pathsep) if part]
+    if any(part.is_file() for part in parts):
+        return name
+    if path is None and not variable:
+        raise NoAccess(f"{option}: not given, KUBECONFIG isn't set, and there is no file {default!r}; give one of them")
+    source = option if path is not None else "KUBECONFIG"
+    folder = any(part.is_dir() for part in parts)
+    found = "which is a folder" if folder else "but there is no such file" if name else "which names no file"
+    more = "" if path is not None else f", or give {option}"
+    raise NoAccess(f"{source}: found {name!r}, {found}; must be the path of a cluster's kubeconfig{more}")
+
+
+def _contexts(name: str) -> list[str]:
+    """The names of a kubeconfig's contexts; none where it can't be read, which loading it will tell."""
+    try:
+        return sorted(str(item["name"]) for item in config.list_kube_config_contexts(name)[0])
+    except _ANY:
+        return []
 
 
 def is_in_cluster(environ: Mapping[str, str]) -> bool:
