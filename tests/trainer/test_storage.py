@@ -25,7 +25,7 @@ from crosscloud_trainer.models.presets import build_model
 from crosscloud_trainer.result import write_result
 from crosscloud_trainer.storage import Storage
 
-PLACE = checkpoint.Place(run_digest="d" * 64, attempt=2, home=1, step=40, round=4)
+PLACE = checkpoint.CheckpointId(run_digest="d" * 64, attempt=2, home=1, step=40, round=4)
 
 
 @pytest.fixture(scope="module")

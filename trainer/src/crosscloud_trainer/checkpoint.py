@@ -33,7 +33,7 @@ _WAIT_SECONDS = 1800.0  # for other replicas, which are done training: only thei
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointId:
     """Which checkpoint: the folder `attempt-N/home-H/step-K` below the storage."""
 
     run_digest: str
@@ -84,7 +84,7 @@ def by_cell(section: str, index: Index, ids: Ids, values: torch.Tensor) -> dict[
 
 
 def write_chunk(
-    storage: Storage, place: Place, replica: int, rank: int, tensors: Mapping[str, torch.Tensor]
+    storage: Storage, which: CheckpointId, replica: int, rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Store one rank's tensors; returns what the manifest says of the file."""
     path = f"replica-{replica}/rank-{rank}.safetensors"
@@ -93,19 +93,19 @@ def write_chunk(
         save_file({key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}, local)
         with local.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        storage.upload(local, f"{place.folder}/{path}")
+        storage.upload(local, f"{which.folder}/{path}")
         return {"path": path, "sha256": digest, "bytes": local.stat().st_size}
 
 
-def write_replica(storage: Storage, place: Place, replica: int, chunks: list[dict[str, Any]]) -> None:
+def write_replica(storage: Storage, which: CheckpointId, replica: int, chunks: list[dict[str, Any]]) -> None:
     """List the chunks of a replica, all of which are stored."""
     storage.write(
-        f"{place.folder}/replica-{replica}.json", _text({**place.header(), "replica": replica, "chunks": chunks})
+        f"{which.folder}/replica-{replica}.json", _text({**which.header(), "replica": replica, "chunks": chunks})
     )
 
 
 def write_manifest(
-    storage: Storage, place: Place, replicas: Sequence[int], state: Mapping[str, Any], say: Callable[[str], None]
+    storage: Storage, which: CheckpointId, replicas: Sequence[int], state: Mapping[str, Any], say: Callable[[str], None]
 ) -> tuple[str, str]:
     """Wait for every replica's list, then write the manifest; returns its path and SHA-256.
 
@@ -116,7 +116,7 @@ def write_manifest(
     told = False
     while True:
         for replica in replicas:
-            found = None if replica in lists else _replica_list(storage, place, replica)
+            found = None if replica in lists else _replica_list(storage, which, replica)
             if found is not None:
                 lists[replica] = found["chunks"]
         missing = [replica for replica in replicas if replica not in lists]
@@ -130,21 +130,23 @@ def write_manifest(
             told = True
         time.sleep(_POLL_SECONDS)
     replica_lists = [{"replica": replica, "chunks": chunks} for replica, chunks in sorted(lists.items())]
-    text = _text({**place.header(), **state, "replicas": replica_lists})
-    path = f"{place.folder}/{MANIFEST}"
+    text = _text({**which.header(), **state, "replicas": replica_lists})
+    path = f"{which.folder}/{MANIFEST}"
     storage.write(path, text)
     return path, hashlib.sha256(text).hexdigest()
 
 
-def read_section(storage: Storage, place: Place, replica: int, section: str) -> dict[tuple[str, int], torch.Tensor]:
+def read_section(
+    storage: Storage, which: CheckpointId, replica: int, section: str
+) -> dict[tuple[str, int], torch.Tensor]:
     """Tensors of one section of a replica's chunks by (parameter, start), read back and checked by their digests."""
     found: dict[tuple[str, int], torch.Tensor] = {}
-    listed = _replica_list(storage, place, replica)
+    listed = _replica_list(storage, which, replica)
     for chunk in listed["chunks"] if listed else ():
-        data = storage.read(f"{place.folder}/{chunk['path']}")
+        data = storage.read(f"{which.folder}/{chunk['path']}")
         if data is None or hashlib.sha256(data).hexdigest() != chunk["sha256"]:
             message = (
-                f"{storage.address(place.folder)}/{chunk['path']} isn't what was written there: the storage changed it"
+                f"{storage.address(which.folder)}/{chunk['path']} isn't what was written there: the storage changed it"
             )
             raise Failure(ExitCode.STORAGE_REFUSED, message)
         for key, tensor in load(data).items():
@@ -155,13 +157,13 @@ def read_section(storage: Storage, place: Place, replica: int, section: str) -> 
     return found
 
 
-def _replica_list(storage: Storage, place: Place, replica: int) -> Any:
+def _replica_list(storage: Storage, which: CheckpointId, replica: int) -> Any:
     """What a replica listed for this very checkpoint, None while it hasn't."""
-    text = storage.read(f"{place.folder}/replica-{replica}.json")
+    text = storage.read(f"{which.folder}/replica-{replica}.json")
     if text is None:
         return None
     found = json.loads(text)
-    same = all(found.get(key) == value for key, value in place.header().items())
+    same = all(found.get(key) == value for key, value in which.header().items())
     return found if same else None
 
 

@@ -1,4 +1,4 @@
-"""Certificates of a job: one authority per job, one certificate per pod and incarnation.
+"""Certificates of a job: one certificate authority per job, one certificate per pod and incarnation.
 
 The operator and the local launcher issue them; the link checks them. A certificate names its pod twice: by the DNS
 names that peers and gateways dial, and by a URI that says job, attempt, replica, stage, node and incarnation.
@@ -36,7 +36,7 @@ class InvalidIdentity(ValueError):
 
 
 class InvalidAuthority(ValueError):
-    """PEM text that holds no authority: damaged, of another kind, or key and certificate don't belong together."""
+    """PEM text that holds no certificate authority: damaged, of another kind, or its key is that of another one."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class PodCertificate:
 
 
 class CertificateAuthority:
-    """The authority of one job. Its key stays where the certificates are issued."""
+    """The certificate authority of one job. Its key stays where the certificates are issued."""
 
     def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self._certificate = certificate
@@ -117,7 +117,7 @@ class CertificateAuthority:
 
     @staticmethod
     def create(job_uid: str, now: datetime | None = None) -> CertificateAuthority:
-        """A new authority for the job. `now` must be aware of its time zone."""
+        """A new certificate authority for the job. `now` must be aware of its time zone."""
         now = now or datetime.now(UTC)
         key = ec.generate_private_key(ec.SECP256R1())
         name = _name(f"{job_uid[:40]} authority")
@@ -132,7 +132,7 @@ class CertificateAuthority:
 
     @staticmethod
     def load(certificate: bytes, key: bytes) -> CertificateAuthority:
-        """The authority from the PEM texts that `certificate` and `key` gave. Raises InvalidAuthority."""
+        """The certificate authority from the PEM texts that `certificate` and `key` gave. Raises InvalidAuthority."""
         try:
             loaded = x509.load_pem_x509_certificate(certificate)
             private = serialization.load_pem_private_key(key, password=None)
@@ -157,7 +157,7 @@ class CertificateAuthority:
         return self._certificate.not_valid_after_utc
 
     def issue(self, identity: PodIdentity, now: datetime | None = None) -> PodCertificate:
-        """A certificate with a key of its own for this pod, valid as long as the authority itself."""
+        """A certificate with a key of its own for this pod, valid as long as the issuer itself."""
         now = now or datetime.now(UTC)
         key = ec.generate_private_key(ec.SECP256R1())
         subject = _name(

@@ -221,7 +221,7 @@ def store(place: Place, trained: engine.Engine, diloco: DiLoCo, meeting: Meeting
     """Write this rank's part of the checkpoint; replica 0's first rank adds manifest and result. Collective."""
     run, pod = place.attempt.run, place.pod
     storage = Storage(run.storage_uri)
-    where = checkpoint.Place(
+    where = checkpoint.CheckpointId(
         run.digest(), run.attempt, meeting.exchange.authority.home, journal.progress.step, diloco.round
     )
     chunk = checkpoint.write_chunk(storage, where, pod.replica, place.rank, _state(trained, diloco, meeting, place))

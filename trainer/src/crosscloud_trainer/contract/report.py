@@ -47,7 +47,6 @@ class Progress:
     received over the link; `digest` is that of the outer state.
     """
 
-
     step: int = rule(minimum=0)
     total_steps: int = rule(minimum=0)
     round: int = rule(minimum=0)

@@ -112,17 +112,17 @@ class LocalJob:
         ports = free_ports([self.manifest.spec.gpus_of(replica) + 1 for replica in replicas])
         (folder / "run.json").write_text(dump_json(self._run_document(number)))
         (folder / "peers.json").write_text(dump_json(self._peer_table(number, ports)))
-        authority = CertificateAuthority.create(self.uid)
+        issuer = CertificateAuthority.create(self.uid)
         pods: list[LocalPod] = []
         try:
             for replica in replicas:
                 tls = folder / f"tls-{replica}"
                 tls.mkdir(mode=0o700)
-                pair = authority.issue(self._identity(number, replica))
+                pair = issuer.issue(self._identity(number, replica))
                 for name, data in (
                     ("tls.crt", pair.certificate),
                     ("tls.key", pair.key),
-                    ("ca.crt", authority.certificate),
+                    ("ca.crt", issuer.certificate),
                 ):
                     (tls / name).touch(mode=0o600)
                     (tls / name).write_bytes(data)

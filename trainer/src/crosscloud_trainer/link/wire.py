@@ -25,20 +25,20 @@ class ConnectionEnded(Exception):
 
 
 class TlsFiles:
-    """The pod's certificate, key and authority. Raises LinkUnusable if they can't be read or don't fit."""
+    """The pod's certificate, key and issuer. Raises LinkUnusable if they can't be read or don't fit."""
 
     def __init__(self, folder: Path) -> None:
-        certificate, key, authority = folder / "tls.crt", folder / "tls.key", folder / "ca.crt"
+        certificate, key, issuer = folder / "tls.crt", folder / "tls.key", folder / "ca.crt"
         try:
-            self.server = _context(ssl.PROTOCOL_TLS_SERVER, certificate, key, authority)
-            self.client = _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, authority)
+            self.server = _context(ssl.PROTOCOL_TLS_SERVER, certificate, key, issuer)
+            self.client = _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, issuer)
             self.identity = identity_of(ssl.PEM_cert_to_DER_cert(certificate.read_text()))
         except (OSError, ValueError) as fault:
             problem = f"certificates of the link in {folder}: {fault}"
             raise LinkUnusable(f"{problem}; tls.crt, tls.key and ca.crt must be of this job") from fault
 
 
-def _context(protocol: int, certificate: Path, key: Path, authority: Path) -> ssl.SSLContext:
+def _context(protocol: int, certificate: Path, key: Path, issuer: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # The name in the certificate is judged by its URI, against the peer table: that tells an older attempt from an
@@ -46,7 +46,7 @@ def _context(protocol: int, certificate: Path, key: Path, authority: Path) -> ss
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(certificate, key)
-    context.load_verify_locations(authority)
+    context.load_verify_locations(issuer)
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0
     return context

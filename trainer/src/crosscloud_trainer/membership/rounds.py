@@ -92,7 +92,6 @@ class Rounds:
         self.view = view
         self.authority = authority
         self.number = 0  # the present round; the last one while none is going on
-        self.dropped: Counter[str] = Counter()
         self._first = 0  # the round that this rank began with
         self._shares = dict(shares)
         self._attempt = attempt
@@ -185,15 +184,10 @@ class Rounds:
     def received(self, peer: Peer, message: Message) -> None:
         """Takes a message. Raises RoundFailed for one that shows that the view can't go on."""
         head = Head.unpack(message.head)
-        if peer not in self._shares:
-            self.dropped["unknown rank"] += 1
-            return
-        if head.attempt != self._attempt:
-            self.dropped["another attempt"] += 1
+        if peer not in self._shares or head.attempt != self._attempt:
             return
         if head.authority < self.authority:
-            self.dropped["old authority"] += 1  # its sender says it again once our word has reached it
-            return
+            return  # its sender says it again once our word has reached it
         self.obey(head.authority)
         self._prepared[peer[0]] = max(self._prepared[peer[0]], head.prepared)
         self._forget()
@@ -205,7 +199,6 @@ class Rounds:
             began = f"this replica began with round {self._first} and is in round {self.number}"
             raise RoundFailed(f"{named(peer)} is in round {head.round}, {began}")
         if head.round < self.number or head.round <= self.settled:
-            self.dropped["old round"] += 1
             return
         if not self.number and len(self._rounds.keys() | {head.round}) > 2:
             raise RoundFailed(f"{named(peer)} is in round {head.round} before this replica has begun")
@@ -230,10 +223,7 @@ class Rounds:
         if len(message.body) != size or not size:
             found = f"{message.type.name} of {len(message.body)} bytes from {named(peer)}"
             raise RoundFailed(f"round {head.round}: {found}; its cells have {size}")
-        if peer in kept:
-            self.dropped["duplicate"] += 1
-        else:
-            kept[peer] = message.body
+        kept.setdefault(peer, message.body)  # one that was sent again is the same
 
     # what is known of the present round
 
