@@ -31,6 +31,7 @@ from crosscloud_trainer.contract import (
     retryable,
 )
 from crosscloud_trainer.contract.reading import camel, fields_of
+from crosscloud_trainer.sizes import CodecSpec
 
 
 def minimal() -> dict[str, typing.Any]:
@@ -201,7 +202,39 @@ def test_all_faults_are_named_at_once_with_path_value_and_what_is_allowed() -> N
     assert "at least 1" in found["replicas"]
     assert '"5X"' in found["training.tokens"]
     assert "batchSize" in found["training.bachSize"]
-    assert "None, Int8" in found["sync.codec"]
+    assert "None, BF16, Int8, TopK" in found["sync.codec"]
+
+
+@pytest.mark.parametrize(
+    ("sync", "spec"),
+    [
+        ({}, CodecSpec("Int8")),
+        ({"codec": "BF16"}, CodecSpec("BF16")),
+        ({"codec": "TopK"}, CodecSpec("TopK", 64, 2)),
+        ({"codec": "TopK", "topK": {}}, CodecSpec("TopK", 64, 2)),
+        ({"codec": "TopK", "topK": {"keep": 2048}}, CodecSpec("TopK", 2048, 2)),
+        ({"codec": "TopK", "topK": {"keep": 1, "bits": 8}}, CodecSpec("TopK", 1, 8)),
+    ],
+)
+def test_a_codec_has_the_settings_that_the_manifest_gives_it(sync: dict[str, typing.Any], spec: CodecSpec) -> None:
+    assert read(JobSpec, minimal() | {"sync": sync}).sync.codec_spec == spec
+
+
+@pytest.mark.parametrize(
+    ("sync", "fault"),
+    [
+        ({"topK": {}}, r"^sync\.topK: .*for codec TopK only, and codec is Int8; leave it out"),
+        ({"codec": "BF16", "topK": {"keep": 8}}, r"^sync\.topK: .*\"keep\": 8.*for codec TopK only"),
+        ({"codec": "TopK", "topK": {"keep": 0}}, r"^sync\.topK\.keep: found 0; must be at least 1$"),
+        ({"codec": "TopK", "topK": {"keep": 2049}}, r"^sync\.topK\.keep: found 2049; must be at most 2048$"),
+        ({"codec": "TopK", "topK": {"bits": 3}}, r"^sync\.topK\.bits: found 3; must be one of 2, 4, 8$"),
+        ({"codec": "TopK", "topK": {"bits": "2"}}, r'^sync\.topK\.bits: found "2"; must be one of 2, 4, 8$'),
+        ({"codec": "TopK", "topK": {"density": 0.1}}, r"^sync\.topK\.density: .*unknown field"),
+    ],
+)
+def test_settings_of_top_k_that_make_no_sense_are_refused_by_name(sync: dict[str, typing.Any], fault: str) -> None:
+    with pytest.raises(InvalidDocument, match=fault):
+        read(JobSpec, minimal() | {"sync": sync})
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", 10**9, True, [], {}])

@@ -26,6 +26,8 @@ OTHER: dict[str, Any] = {
     "placement.gpu": "NVIDIA-H100-80GB-HBM3",
     "sync.innerSteps": 51,
     "sync.codec": "None",
+    "sync.topK.keep": 32,
+    "sync.topK.bits": 4,
     "sync.errorFeedback": False,
     "sync.outerOptimizer.learningRate": 0.6,
     "sync.outerOptimizer.momentum": 0.8,
@@ -51,7 +53,8 @@ OTHER: dict[str, Any] = {
     "podTemplate.spec.containers[0].image": "other",
     "podTemplate.spec.volumes[0].name": "other",
 }
-OPTIONAL = ["podTemplate", "placement.gpu", "storage.secretName", "replicaOverrides"]
+ALSO_NAMED = {"sync.codec": ["spec.sync.topK"]}  # settings of the codec that was there
+OPTIONAL = ["podTemplate", "placement.gpu", "storage.secretName", "replicaOverrides", "sync.topK"]
 WITHOUT_ANOTHER_VALUE = {"sync.algorithm", "training.data.tokenizer"}
 
 
@@ -81,7 +84,7 @@ def test_a_changed_field_is_refused_by_its_name(hub: ApiServer, running: dict[st
     assert status == 422, answer
     fields = refused_fields(answer)
     assert fields, answer
-    assert set(fields) <= set(named(path)), answer["message"]
+    assert set(fields) <= {*named(path), *ALSO_NAMED.get(path, [])}, answer["message"]
     assert "can't be changed; delete the job and create it again" in answer["message"]
     assert hub.request("GET", f"{JOBS}/running")["metadata"]["generation"] == 1
 
@@ -105,8 +108,12 @@ def test_taking_an_optional_field_away_is_refused(hub: ApiServer, running: dict[
 @pytest.mark.parametrize("path", OPTIONAL)
 def test_adding_an_optional_field_is_refused(hub: ApiServer, path: str) -> None:
     name = "adding-" + path.lower().replace(".", "-")
-    hub.request("POST", JOBS, job({**minimal_spec(), "replicas": 2}, name))
-    value = {"replicaOverrides": FULL["spec"]["replicaOverrides"], "podTemplate": FULL["spec"]["podTemplate"]}
+    hub.request("POST", JOBS, job({**minimal_spec(), "replicas": 2, "sync": {"codec": "TopK"}}, name))
+    value = {
+        "replicaOverrides": FULL["spec"]["replicaOverrides"],
+        "podTemplate": FULL["spec"]["podTemplate"],
+        "sync.topK": {},
+    }
     other = value.get(path, "other")
     status, answer = hub.raw("PATCH", f"{JOBS}/{name}", [{"op": "add", "path": pointer(path), "value": other}], PATCH)
     assert status == 422, answer
@@ -123,7 +130,12 @@ def test_all_bad_edits_are_named_at_once(hub: ApiServer, running: dict[str, Any]
     edit = {"spec": {"replicas": 3, "sync": {"codec": "None"}, "storage": {"uri": "s3://a/b"}}}
     status, answer = hub.raw("PATCH", f"{JOBS}/running", edit, MERGE)
     assert status == 422
-    assert set(refused_fields(answer)) == {"spec.replicas", "spec.sync.codec", "spec.storage.uri"}
+    assert set(refused_fields(answer)) == {
+        "spec.replicas",
+        "spec.sync.codec",
+        "spec.sync.topK",
+        "spec.storage.uri",
+    }
 
 
 def test_labels_and_annotations_can_be_changed(hub: ApiServer, running: dict[str, Any]) -> None:

@@ -47,7 +47,8 @@ def expected(kind: Any, limits: Rule) -> dict[str, Any]:
     if dataclasses.is_dataclass(kind):
         return expected_object(typing.cast(type, kind))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return {"type": "string", "enum": [item.value for item in kind]}
+        values = [item.value for item in kind]
+        return {"type": SCALARS[type(values[0])], "enum": values}
     schema = {"type": SCALARS[kind], **expected_limits(limits)}
     if limits.quantity:
         del schema["type"]

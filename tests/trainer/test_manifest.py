@@ -54,7 +54,7 @@ def test_every_fault_is_told_at_once_with_its_path(tmp_path: Path) -> None:
         'metadata.name: found "Tiny!"',
         "spec.replicas: found 0; must be at least 1",
         'spec.sync.innerSteps: found "twenty"; must be a whole number',
-        'spec.sync.codec: found "Int9"; must be one of None, Int8',
+        'spec.sync.codec: found "Int9"; must be one of None, BF16, Int8, TopK',
         "spec.storage.uri: found null; is required",
         "spec.training.learningrate: found 1; unknown field",
     ):

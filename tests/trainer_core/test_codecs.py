@@ -1,15 +1,27 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
-from trainer_core.reference import int8_decoded, int8_encoded
+from trainer_core.reference import decoded, encoded
 
-from crosscloud_trainer.compress import EncodedCells, ErrorFeedback, NonFiniteError, PayloadError, codec_named
+from crosscloud_trainer import sizes
+from crosscloud_trainer.compress import EncodedCells, ErrorFeedback, NonFiniteError, PayloadError, codec_named, codec_of
 from crosscloud_trainer.layout import Index
+from crosscloud_trainer.sizes import CodecSpec
 
-CODECS = ["None", "Int8"]
+SPECS = [
+    *(CodecSpec(name) for name in sizes.CODECS),
+    *(CodecSpec("TopK", keep, bits) for keep, bits in [(1, 2), (1000, 4), (2048, 8)]),
+]
+
+
+def each(specs):
+    names = [f"{spec.name}-{spec.keep}-{spec.bits}" for spec in specs]
+    return pytest.mark.parametrize("codec", [codec_of(spec) for spec in specs], ids=names)
+
+
+every_codec, every_lossy_codec = each(SPECS), each(SPECS[1:])
 cell_lists = st.lists(st.integers(1, 600) | st.sampled_from([4095, 4096]), min_size=1, max_size=6)
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**127), max_value=2.0**127)
 
@@ -31,35 +43,32 @@ def cells_of(values, lengths):
     return np.split(values, np.cumsum(lengths)[:-1])
 
 
-@given(batches())
-def test_int8_gives_the_bytes_that_numpy_computes_cell_by_cell(batch):
+@every_codec
+@settings(max_examples=20)
+@given(batch=batches())
+def test_a_codec_gives_the_bytes_that_numpy_computes_cell_by_cell(codec, batch):
     values, lengths = batch
-    expected = b"".join(int8_encoded(cell) for cell in cells_of(values, lengths))
-    assert codec_named("Int8").encode(torch.from_numpy(values), lengths).numpy().tobytes() == expected
+    expected = b"".join(encoded(codec.spec, cell) for cell in cells_of(values, lengths))
+    assert codec.encode(torch.from_numpy(values), lengths).numpy().tobytes() == expected
 
 
-@given(batches())
-def test_int8_decodes_to_the_values_that_numpy_computes(batch):
+@every_codec
+@settings(max_examples=20)
+@given(batch=batches())
+def test_a_codec_decodes_to_the_values_that_numpy_computes(codec, batch):
     values, lengths = batch
-    encoded = [int8_encoded(cell) for cell in cells_of(values, lengths)]
-    data = torch.from_numpy(np.frombuffer(b"".join(encoded), dtype=np.uint8).copy())
-    expected = np.concatenate([int8_decoded(cell, n) for cell, n in zip(encoded, lengths.tolist(), strict=True)])
-    assert codec_named("Int8").decode(data, lengths).numpy().tobytes() == expected.tobytes()
+    parts = [encoded(codec.spec, cell) for cell in cells_of(values, lengths)]
+    data = torch.from_numpy(np.frombuffer(b"".join(parts), dtype=np.uint8).copy())
+    expected = np.concatenate([decoded(codec.spec, part, n) for part, n in zip(parts, lengths.tolist(), strict=True)])
+    assert codec.fault(data, lengths) == ""
+    assert codec.decode(data, lengths).numpy().tobytes() == expected.tobytes()
 
 
-@given(batches())
-def test_without_codec_the_bytes_are_little_endian_fp32(batch):
-    values, lengths = batch
-    data = codec_named("None").encode(torch.from_numpy(values), lengths)
-    assert data.numpy().tobytes() == values.astype("<f4").tobytes()
-    assert codec_named("None").decode(data, lengths).numpy().tobytes() == values.tobytes()
-
-
-@pytest.mark.parametrize("codec", CODECS)
+@every_codec
+@settings(max_examples=20)
 @given(batch=batches())
 def test_a_cell_has_the_same_bytes_alone_and_in_a_batch(codec, batch):
     values, lengths = batch
-    codec = codec_named(codec)
     together = codec.encode(torch.from_numpy(values), lengths).numpy().tobytes()
     alone = [
         codec.encode(torch.from_numpy(cell.copy()), np.array([len(cell)])).numpy().tobytes()
@@ -72,76 +81,102 @@ def test_a_cell_has_the_same_bytes_alone_and_in_a_batch(codec, batch):
 def test_int8_is_off_by_half_a_step_at_most(batch):
     values, lengths = batch
     codec = codec_named("Int8")
-    decoded = codec.decode(codec.encode(torch.from_numpy(values), lengths), lengths).numpy()
-    for cell, result in zip(cells_of(values, lengths), cells_of(decoded, lengths), strict=True):
+    arrived = codec.decode(codec.encode(torch.from_numpy(values), lengths), lengths).numpy()
+    for cell, result in zip(cells_of(values, lengths), cells_of(arrived, lengths), strict=True):
         for start in range(0, len(cell), 256):
             block = cell[start : start + 256].astype(np.float64)
             error = np.abs(block - result[start : start + 256]).max()
             assert error <= max(np.abs(block).max() / 127 * 0.5001, 127 * 2.0**-126)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@given(batches())
+def test_bf16_is_off_by_half_a_unit_of_its_last_bit_at_most(batch):
+    values, lengths = batch
+    codec = codec_named("BF16")
+    arrived = codec.decode(codec.encode(torch.from_numpy(values), lengths), lengths).numpy()
+    wide = values.astype(np.float64)
+    assert (np.abs(wide - arrived) <= np.maximum(np.abs(wide) * 2.0**-8, 2.0**-134)).all()
+
+
+@every_codec
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("place", [0, 4096, 4999])
 def test_values_that_are_not_finite_are_refused_and_leave_the_residual_as_it_was(codec, bad, place):
     lengths = np.array([4096, 904])
-    feedback = ErrorFeedback(codec_named(codec), lengths, torch.device("cpu"))
+    feedback = ErrorFeedback(codec, lengths, torch.device("cpu"))
     feedback.encode(torch.randn(5000))
     before = feedback.residual.clone()
     values = torch.randn(5000)
     values[place] = bad
     with pytest.raises(NonFiniteError):
-        codec_named(codec).encode(values, lengths)
+        codec.encode(values, lengths)
     with pytest.raises(NonFiniteError):
         feedback.encode(values)
     assert torch.equal(feedback.residual, before)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@every_codec
 def test_values_of_1e38_are_sent_and_leave_finite_residuals_however_often(codec):
     lengths = np.array([4096, 1])
-    feedback = ErrorFeedback(codec_named(codec), lengths, torch.device("cpu"))
+    feedback = ErrorFeedback(codec, lengths, torch.device("cpu"))
     values = torch.full((4097,), 1e38)
     values[::3] = 1.1e34
     values[1::3] = -(2.0**127)
     for _ in range(20):
-        decoded = codec_named(codec).decode(feedback.encode(values), lengths)
+        decoded = codec.decode(feedback.encode(values), lengths)
         assert torch.isfinite(decoded).all()
         assert torch.isfinite(feedback.residual).all()
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 1e-40, 1.2e-38, 1.5e-36, 1.0])
+ERRORS = {
+    "None": (0, 0),
+    "BF16": (2.0**-8, 2.0**-134),
+    "Int8": (2.0**-23, 127 * 2.0**-126),
+    "TopK": (2.0**-8, 2.0**-100),
+}
+"""Of a cell of equal values: relative to the value, and what may be lost of a small one."""
+
+
+@every_codec
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 1e-40, 1.2e-38, 1.5e-36, 1e-30, 1.0, -1e38])
 @pytest.mark.parametrize("elements", [1, 255, 257, 4096])
 def test_zeros_subnormals_and_single_elements_survive(codec, value, elements):
     lengths = np.array([elements])
-    codec = codec_named(codec)
-    decoded = codec.decode(codec.encode(torch.full((elements,), value), lengths), lengths)
-    assert decoded.shape == (elements,)
-    assert (decoded - value).abs().max() <= max(127 * 2.0**-126 if codec.name == "Int8" else 0, value * 2.0**-23)
+    values = torch.full((elements,), value)
+    arrived = codec.decode(codec.encode(values, lengths), lengths)
+    assert arrived.shape == (elements,)
+    if codec.spec.name == "TopK" and elements == 4096:
+        assert not arrived[codec.spec.keep :].any()
+        arrived, values = arrived[: codec.spec.keep], values[: codec.spec.keep]
+    relative, absolute = ERRORS[codec.spec.name]
+    assert (arrived - values).abs().max() <= max(abs(values[0]) * relative, absolute)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@every_codec
 def test_no_cells_are_no_bytes(codec):
     none = np.empty(0, dtype=np.int64)
-    data = codec_named(codec).encode(torch.empty(0), none)
+    data = codec.encode(torch.empty(0), none)
     assert data.shape == (0,)
-    assert codec_named(codec).decode(data, none).shape == (0,)
-    assert ErrorFeedback(codec_named(codec), none, torch.device("cpu")).encode(torch.empty(0)).shape == (0,)
+    assert codec.decode(data, none).shape == (0,)
+    assert ErrorFeedback(codec, none, torch.device("cpu")).encode(torch.empty(0)).shape == (0,)
 
 
+@every_lossy_codec
+@settings(max_examples=20)
 @given(st.data())
-def test_error_feedback_sends_what_numpy_says_and_keeps_the_rest(data):
-    lengths = np.array([300, 20])
-    feedback = ErrorFeedback(codec_named("Int8"), lengths, torch.device("cpu"))
-    residual = np.zeros(320, dtype=np.float32)
+def test_error_feedback_sends_what_numpy_says_and_keeps_the_rest(codec, data):
+    lengths = np.array([4096, 20])
+    feedback = ErrorFeedback(codec, lengths, torch.device("cpu"))
+    residual = np.zeros(4116, dtype=np.float32)
     for _ in range(3):
-        values = data.draw(arrays(np.float32, 320, elements=st.floats(-1e3, 1e3, width=32), fill=st.just(0.5)))
+        generator = np.random.default_rng(data.draw(st.integers(0, 99)))
+        values = generator.standard_normal(4116).astype(np.float32)
+        values[data.draw(st.integers(0, 4115))] = data.draw(st.floats(-1e3, 1e3, width=32))
         wanted = values + residual
-        encoded = [int8_encoded(cell) for cell in cells_of(wanted, lengths)]
-        assert feedback.encode(torch.from_numpy(values)).numpy().tobytes() == b"".join(encoded)
-        decoded = [int8_decoded(cell, n) for cell, n in zip(encoded, [300, 20], strict=True)]
-        residual = wanted - np.concatenate(decoded)
+        cells = [encoded(codec.spec, cell) for cell in cells_of(wanted, lengths)]
+        assert feedback.encode(torch.from_numpy(values)).numpy().tobytes() == b"".join(cells)
+        arrived = [decoded(codec.spec, cell, n) for cell, n in zip(cells, [4096, 20], strict=True)]
+        residual = wanted - np.concatenate(arrived)
         assert feedback.residual.numpy().tobytes() == residual.tobytes()
 
 
@@ -175,11 +210,11 @@ def selections(draw):
     return index, np.flatnonzero(np.array(chosen, dtype=bool))
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@every_codec
+@settings(max_examples=20)
 @given(selection=selections())
 def test_cells_taken_apart_and_merged_are_the_same_bytes(codec, selection):
     index, ids = selection
-    codec = codec_named(codec)
     data = codec.encode(torch.randn(index.elements), index.cell_lengths)
     everything = EncodedCells(codec, np.arange(index.cells), index.cell_lengths, data)
     part, rest = everything.select(ids), everything.select(np.setdiff1d(everything.ids, ids))
@@ -218,12 +253,29 @@ def test_received_fp32_values_that_are_not_finite_are_refused(value):
         )
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@given(garbage=st.binary(max_size=40))
-def test_garbage_is_decoded_or_refused_but_never_to_anything_not_finite(codec, garbage):
-    index = Index.of({"a": 3})
+@every_codec
+@settings(max_examples=20)
+@given(st.sampled_from([1, 3, 255, 4096]), st.data())
+def test_garbage_is_decoded_or_refused_but_never_to_anything_not_finite(codec, elements, data):
+    index = Index.of({"a": elements})
+    size = sizes.cell_bytes(codec.spec, elements)
+    few = data.draw(st.binary(max_size=40))
+    garbage = data.draw(st.sampled_from([few, (few * size)[:size], few.ljust(size, b"\0")[:size]]))
     try:
-        cells = EncodedCells.received(codec_named(codec), index, np.array([0]), garbage)
+        cells = EncodedCells.received(codec, index, np.array([0]), garbage)
     except PayloadError:
         return
     assert torch.isfinite(cells.decode()).all()
+    assert cells.decode().abs().max() <= 2.0**127
+
+
+@every_codec
+@settings(max_examples=20)
+@given(st.data())
+def test_bytes_that_were_changed_on_the_way_are_decoded_or_refused(codec, data):
+    values, lengths = data.draw(batches())
+    encoded_values = codec.encode(torch.from_numpy(values), lengths)
+    for place in data.draw(st.lists(st.integers(0, len(encoded_values) - 1), max_size=4)):
+        encoded_values[place] = data.draw(st.integers(0, 255))
+    if not codec.fault(encoded_values, lengths):
+        assert torch.isfinite(codec.decode(encoded_values, lengths)).all()

@@ -52,7 +52,7 @@ class Holding:
         index = self._layout.index
         outgoing = [held.select(ids).data for ids in self._wanted]
         lengths = [index.lengths(ids) for ids in self._foreign]
-        sizes = [int(sizes_of(self._codec.name, part).sum()) for part in lengths]
+        sizes = [int(sizes_of(self._codec.spec, part).sum()) for part in lengths]
         parts = self._group.swap(outgoing, sizes)
         compact = torch.empty(self._elements(), device=device)
         own = self._codec.decode(held.data.to(device), held.lengths)

@@ -39,7 +39,7 @@ class EncodedCells:
         if len(ids) and bool((np.diff(ids) <= 0).any()):
             raise ValueError("parts to merge have cells in common")
         codec = parts[0].codec
-        sizes = sizes_of(codec.name, lengths)
+        sizes = sizes_of(codec.spec, lengths)
         data = torch.empty(int(sizes.sum()), dtype=torch.uint8)
         for part in parts:
             put(data, sizes, np.searchsorted(ids, part.ids), part.data)
@@ -48,7 +48,7 @@ class EncodedCells:
     @cached_property
     def sizes(self) -> Lengths:
         """Bytes of each cell."""
-        return sizes_of(self.codec.name, self.lengths)
+        return sizes_of(self.codec.spec, self.lengths)
 
     @property
     def nbytes(self) -> int:

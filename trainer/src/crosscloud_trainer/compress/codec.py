@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from crosscloud_trainer.layout import Ids
-from crosscloud_trainer.sizes import cell_bytes
+from crosscloud_trainer.sizes import CodecSpec, cell_bytes
 
 Lengths = NDArray[np.int64]
 
@@ -37,7 +37,9 @@ class Codec(Protocol):
     """Turns cells into bytes and back; one object serves all ranks and threads, it keeps no state."""
 
     @property
-    def name(self) -> str: ...
+    def spec(self) -> CodecSpec:
+        """Name and settings."""
+        ...
 
     @property
     def lossless(self) -> bool:
@@ -57,28 +59,35 @@ class Codec(Protocol):
         """
         ...
 
-    def finite(self, data: torch.Tensor, lengths: Lengths) -> bool:
-        """Whether every value that these bytes stand for is finite and within `MAX_MAGNITUDE`."""
+    def fault(self, data: torch.Tensor, lengths: Lengths) -> str:
+        """What forbids to decode bytes of the right number, or "" where nothing does: then every value that they
+        stand for is finite and within `MAX_MAGNITUDE`.
+        """
         ...
 
 
-def sizes_of(codec: str, lengths: Lengths) -> Lengths:
+NOT_FINITE = "has values that are not finite"
+
+
+def sizes_of(spec: CodecSpec, lengths: Lengths) -> Lengths:
     """Bytes of each cell of the given lengths."""
     result = np.empty_like(lengths)
     for length in np.unique(lengths).tolist():
-        result[lengths == length] = cell_bytes(codec, length)
+        result[lengths == length] = cell_bytes(spec, length)
     return result
 
 
 def check_payload(codec: Codec, data: torch.Tensor, lengths: Lengths) -> None:
-    """Raises PayloadError unless `data` may be decoded: right size, finite values. For everything that was
-    received.
+    """Raises PayloadError unless `data` may be decoded: right size, values that a codec may give
+    back. For everything that was received.
     """
-    expected = int(sizes_of(codec.name, lengths).sum())
+    name = codec.spec.name
+    expected = int(sizes_of(codec.spec, lengths).sum())
     if data.numel() != expected:
-        raise PayloadError(f"payload has {data.numel()} bytes; {len(lengths)} cells in {codec.name} have {expected}")
-    if not codec.finite(data, lengths):
-        raise PayloadError(f"payload of {len(lengths)} cells in {codec.name} has values that are not finite")
+        raise PayloadError(f"payload has {data.numel()} bytes; {len(lengths)} cells in {name} have {expected}")
+    fault = codec.fault(data, lengths)
+    if fault:
+        raise PayloadError(f"payload of {len(lengths)} cells in {name} {fault}")
 
 
 def encodable(values: torch.Tensor) -> bool:

@@ -13,20 +13,20 @@ sends such values later, once they add up.
 
 import torch
 
-from crosscloud_trainer.compress.codec import MAX_MAGNITUDE, Lengths, check_values, runs, sizes_of
-from crosscloud_trainer.sizes import FP32_BYTES, INT8_BLOCK
+from crosscloud_trainer.compress.codec import MAX_MAGNITUDE, NOT_FINITE, Lengths, check_values, runs, sizes_of
+from crosscloud_trainer.sizes import FP32_BYTES, INT8_BLOCK, CodecSpec
 
 LEVELS = 127
 SMALLEST_SCALE = 2.0**-126
 
 
 class Int8Codec:
-    name = "Int8"
+    spec = CodecSpec("Int8")
     lossless = False
 
     def encode(self, values: torch.Tensor, lengths: Lengths) -> torch.Tensor:
         check_values(values)
-        total = int(sizes_of(self.name, lengths).sum())
+        total = int(sizes_of(self.spec, lengths).sum())
         data = torch.empty(total, dtype=torch.uint8, device=values.device)
         read = written = 0
         for cells, length in runs(lengths):
@@ -55,16 +55,16 @@ class Int8Codec:
             written += cells * length
         return values
 
-    def finite(self, data: torch.Tensor, lengths: Lengths) -> bool:
+    def fault(self, data: torch.Tensor, lengths: Lengths) -> str:
         read = 0
         limit = MAX_MAGNITUDE / LEVELS
         for cells, length in runs(lengths):
             width = length + FP32_BYTES * _blocks(length)
             scales = _scales(data[read : read + cells * width].view(cells, width), length)
             if not bool(((scales >= 0) & (scales <= limit)).all()):
-                return False
+                return NOT_FINITE
             read += cells * width
-        return True
+        return ""
 
 
 def _encode_run(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -4,7 +4,8 @@ import sys
 
 import torch
 
-from crosscloud_trainer.compress.codec import Lengths, check_values, encodable
+from crosscloud_trainer.compress.codec import NOT_FINITE, Lengths, check_values, encodable
+from crosscloud_trainer.sizes import CodecSpec
 
 if sys.byteorder != "little":
     raise ImportError("the codecs write little-endian numbers by copying memory; this machine is big-endian")
@@ -13,7 +14,7 @@ if sys.byteorder != "little":
 class NoneCodec:
     """Sends values as they are: 4 bytes each, and -0.0 stays -0.0."""
 
-    name = "None"
+    spec = CodecSpec("None")
     lossless = True
 
     def encode(self, values: torch.Tensor, lengths: Lengths) -> torch.Tensor:  # noqa: ARG002
@@ -23,5 +24,5 @@ class NoneCodec:
     def decode(self, data: torch.Tensor, lengths: Lengths) -> torch.Tensor:  # noqa: ARG002
         return data.clone().view(torch.float32)
 
-    def finite(self, data: torch.Tensor, lengths: Lengths) -> bool:
-        return encodable(self.decode(data, lengths))
+    def fault(self, data: torch.Tensor, lengths: Lengths) -> str:
+        return "" if encodable(self.decode(data, lengths)) else NOT_FINITE

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from crosscloud_trainer.contract.reading import rule
+from crosscloud_trainer.contract.reading import dump, rule
+from crosscloud_trainer.sizes import CodecSpec
 
 API_VERSION = "crosscloud.dev/v1alpha1"
 KIND = "CrossCloudTrainingJob"
@@ -28,7 +29,15 @@ class Algorithm(enum.Enum):
 
 class CodecName(enum.Enum):
     NONE = "None"
+    BF16 = "BF16"
     INT8 = "Int8"
+    TOP_K = "TopK"
+
+
+class ValueBits(enum.Enum):
+    TWO = 2
+    FOUR = 4
+    EIGHT = 8
 
 
 class Precision(enum.Enum):
@@ -85,14 +94,33 @@ class OuterOptimizer:
 
 
 @dataclass(frozen=True)
+class TopK:
+    """Of each 4,096 elements the `keep` largest are sent, each value in `bits` bits."""
+
+    keep: int = rule(64, minimum=1, maximum=2048)
+    bits: ValueBits = rule(ValueBits.TWO)
+
+
+@dataclass(frozen=True)
 class Sync:
     """How replicas exchange updates over the WAN. `inner_steps` is the length of a window."""
 
     algorithm: Algorithm = rule(Algorithm.DILOCO)
     inner_steps: int = rule(20, minimum=1, maximum=100_000)
     codec: CodecName = rule(CodecName.INT8)
+    top_k: TopK | None = rule(None)
     error_feedback: bool = rule(True)
     outer_optimizer: OuterOptimizer = rule(factory=OuterOptimizer)
+
+    @property
+    def codec_spec(self) -> CodecSpec:
+        """The codec with its settings."""
+        settings = self.top_k or TopK()
+        return CodecSpec(self.codec.value, settings.keep, settings.bits.value)
+
+    def check(self) -> Iterator[Fault]:
+        if self.top_k is not None and self.codec is not CodecName.TOP_K:
+            yield "topK", dump(self.top_k), f"is for codec TopK only, and codec is {self.codec.value}; leave it out"
 
 
 @dataclass(frozen=True)

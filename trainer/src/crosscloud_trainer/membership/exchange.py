@@ -76,7 +76,7 @@ class LinkExchange:
         self._met = False  # whether all layouts are known
         self._early: list[Received] = []  # words of peers that knew them sooner
         self._waiting: Waiting | None = None
-        link.allow(int(sizes_of(codec.name, index.cell_lengths).sum()))
+        link.allow(int(sizes_of(codec.spec, index.cell_lengths).sum()))
 
     # meeting
 
@@ -90,7 +90,7 @@ class LinkExchange:
                 self._send_layout(peer)
         self._pump(self._without_layout, deadline)
         self._cells = peers(self._index, self.view, self._holders, self.replica, self._rank)
-        sizes = sizes_of(self._codec.name, self._index.cell_lengths)
+        sizes = sizes_of(self._codec.spec, self._index.cell_lengths)
         shares = dict.fromkeys(contacts, Share())
         for peer, cells in self._cells.items():
             shares[peer] = Share(int(sizes[cells.send].sum()), int(sizes[cells.receive].sum()))

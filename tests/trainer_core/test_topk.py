@@ -1,0 +1,161 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_core.reference import bf16_decoded, bf16_encoded, topk_kept
+
+from crosscloud_trainer.compress import EncodedCells, ErrorFeedback, PayloadError, Reducer, codec_of
+from crosscloud_trainer.layout import Index
+from crosscloud_trainer.sizes import CodecSpec, top_k_parts
+
+WHOLE = np.array([4096])
+keeps = st.sampled_from([1, 2, 64, 65, 700, 2048])
+
+
+@st.composite
+def cells(draw):
+    """Whole cells: of a bell curve, of a long tail, or of a few values that come often."""
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kind = draw(st.sampled_from(["normal", "cauchy", "few", "sparse"]))
+    if kind == "normal":
+        return generator.standard_normal(4096).astype(np.float32)
+    if kind == "cauchy":
+        return np.clip(generator.standard_cauchy(4096), -1e6, 1e6).astype(np.float32)
+    if kind == "few":
+        return generator.integers(-2, 3, 4096).astype(np.float32)
+    return np.where(generator.random(4096) < 0.01, generator.standard_normal(4096), 0).astype(np.float32)
+
+
+def arrived(spec, cell):
+    codec = codec_of(spec)
+    return codec.decode(codec.encode(torch.from_numpy(cell), WHOLE), WHOLE).numpy()
+
+
+@given(cells(), keeps, st.sampled_from([2, 4, 8]))
+def test_no_value_that_was_left_out_is_larger_than_one_that_was_kept(cell, keep, bits):
+    result = arrived(CodecSpec("TopK", keep, bits), cell)
+    kept = topk_kept(cell, keep)
+    left_out = np.delete(np.arange(4096), kept)
+    assert not result[left_out].any()
+    assert (np.sign(result[kept]) * np.sign(cell[kept]) >= 0).all()
+    assert np.abs(cell[left_out]).max(initial=0) <= np.abs(cell[kept]).min()
+
+
+def test_of_equal_values_the_first_ones_are_kept():
+    result = arrived(CodecSpec("TopK"), np.full(4096, -3, dtype=np.float32))
+    assert np.flatnonzero(result).tolist() == list(range(64))
+    assert set(result[:64].tolist()) == {-3.0}
+
+
+@given(cells(), keeps, st.sampled_from([4, 8]))
+def test_kept_values_are_off_by_half_a_step_and_the_rounding_of_the_levels(cell, keep, bits):
+    kept = topk_kept(cell, keep)
+    magnitudes = np.abs(cell[kept])
+    step = (magnitudes.max() - magnitudes.min()) / (2 ** (bits - 1) - 1)
+    error = np.abs(arrived(CodecSpec("TopK", keep, bits), cell)[kept] - cell[kept]).max()
+    assert error <= 0.5001 * step + magnitudes.max() * 2.0**-8
+
+
+@given(cells(), keeps)
+def test_two_levels_leave_no_more_than_the_best_of_all_cuts(cell, keep):
+    magnitudes = np.sort(np.abs(cell[topk_kept(cell, keep)]).astype(np.float64))
+    best = min(
+        sum(((part - part.mean()) ** 2).sum() for part in np.split(magnitudes, [cut]) if len(part))
+        for cut in range(keep)
+    )
+    kept = topk_kept(cell, keep)
+    left = ((arrived(CodecSpec("TopK", keep), cell)[kept].astype(np.float64) - cell[kept]) ** 2).sum()
+    rounding = (magnitudes**2).sum() * 2.0**-16
+    assert left <= best + rounding + 2 * np.sqrt(best * rounding)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("keep", [64, 256])
+def test_residuals_stop_growing_and_nothing_is_lost(keep, bits):
+    """What was sent and the residual are together what was given: of numbers that fp32 adds exactly, to the bit."""
+    codec = codec_of(CodecSpec("TopK", keep, bits))
+    feedback = ErrorFeedback(codec, WHOLE, torch.device("cpu"))
+    generator = np.random.default_rng(1)
+    given_values, sent = np.zeros(4096), np.zeros(4096)
+    norms = []
+    for _ in range(6 * 4096 // keep):
+        values = np.rint(generator.standard_normal(4096) * 16).astype(np.float32) / 16
+        given_values += values
+        sent += codec.decode(feedback.encode(torch.from_numpy(values)), WHOLE).numpy()
+        norms.append(float(feedback.residual.norm()))
+    residual = feedback.residual.numpy().astype(np.float64)
+    if bits == 2:
+        assert (sent + residual == given_values).all()
+    assert np.abs(sent + residual - given_values).max() < 1e-3
+    half = len(norms) // 2
+    assert max(norms[half:]) < 1.1 * max(norms[:half])
+
+
+def test_a_value_that_never_changes_arrives_in_full_on_average():
+    codec = codec_of(CodecSpec("TopK", 256))
+    feedback = ErrorFeedback(codec, WHOLE, torch.device("cpu"))
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(2))
+    rounds = 400
+    sent = sum(codec.decode(feedback.encode(values), WHOLE) for _ in range(rounds))
+    assert (sent / rounds - values).norm() < 0.1 * values.norm()
+
+
+def test_the_second_encoding_sends_later_what_it_could_not_send_at_once():
+    """Two replicas keep unlike elements, so that the mean has twice as many as a result can name."""
+    index, codec = Index.of({"a": 4096}), codec_of(CodecSpec("TopK"))
+    first, second = torch.zeros(4096), torch.zeros(4096)
+    first[:64], second[64:128] = 2, 1
+    reducer = Reducer(codec, index, np.array([0]), error_feedback=True)
+    nothing = torch.zeros(4096)
+    for updates, expected in [((first, second), 1.0), ((nothing, nothing), 0.5)]:
+        payloads = {
+            number: EncodedCells(codec, np.array([0]), WHOLE, codec.encode(update, WHOLE))
+            for number, update in enumerate(updates)
+        }
+        result = reducer.reduce(payloads, {0: 1, 1: 1}).decode()
+        assert set(result[result != 0].tolist()) == {expected}
+        assert int((result != 0).sum()) == 64
+    assert not reducer.residual.any()
+
+
+PARTS = top_k_parts(CodecSpec("TopK"))
+
+
+def changed(place, value):
+    """The bytes of a cell with other ones put somewhere."""
+    cell = np.random.default_rng(3).standard_normal(4096).astype(np.float32)
+    data = codec_of(CodecSpec("TopK")).encode(torch.from_numpy(cell), WHOLE).numpy()
+    data[place : place + len(value)] = np.frombuffer(value, dtype=np.uint8)
+    return data.tobytes()
+
+
+def levels(low, high):
+    return bf16_encoded(np.array([low, high], dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, levels(0, np.inf), "not finite"),
+        (0, levels(0, np.nan), "not finite"),
+        (0, levels(np.nan, 1), "not finite"),
+        (0, levels(-1, 1), "not finite"),
+        (0, levels(2, 1), "not finite"),
+        (0, levels(1, 2.0**127 * 1.01), "not finite"),
+        (PARTS.levels, bytes(PARTS.bitmap), "does not name 64 elements"),
+        (PARTS.levels, b"\xff" * PARTS.bitmap, "does not name 64 elements"),
+        (PARTS.levels, b"\xff" * 8 + bytes(8), "names an element of a cell twice"),
+    ],
+)
+def test_bytes_that_no_encoder_writes_are_refused(place, value, message):
+    codec, index = codec_of(CodecSpec("TopK")), Index.of({"a": 3 * 4096})
+    good = changed(0, b"")
+    with pytest.raises(PayloadError, match=message):
+        EncodedCells.received(codec, index, np.arange(3), good + changed(place, value) + good)
+    assert torch.isfinite(EncodedCells.received(codec, index, np.arange(3), 3 * good).decode()).all()
+
+
+def test_levels_are_ordered_and_as_bf16_holds_them():
+    low, high = bf16_decoded(changed(0, b"")[:4])
+    assert 0 < low < high
