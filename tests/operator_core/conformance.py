@@ -83,13 +83,6 @@ async def an_invalid_object_is_refused_with_the_servers_words(cluster: Cluster, 
     assert "Not_A_Name" in refusal.value.message
 
 
-async def a_dry_run_is_judged_but_makes_nothing(cluster: Cluster, namespace: str) -> None:
-    await cluster.create(config_map(namespace, "dry"), dry_run=True)
-    assert await cluster.get(Ref(CONFIG_MAP, "dry", namespace)) is None
-    with pytest.raises(Refused):
-        await cluster.create(config_map(namespace, "Dry_Run"), dry_run=True)
-
-
 async def a_list_is_narrowed_by_namespace_value_and_presence_of_labels(cluster: Cluster, namespace: str) -> None:
     await cluster.create(config_map(namespace, "list-1", labels={LABEL: "list", "part": "1"}))
     await cluster.create(config_map(namespace, "list-2", labels={LABEL: "list", "part": "2"}))
@@ -255,7 +248,6 @@ CHECKS: tuple[Check, ...] = (
     a_second_object_of_one_name_is_refused_as_already_existing,
     nothing_can_be_created_in_a_namespace_that_is_not_there,
     an_invalid_object_is_refused_with_the_servers_words,
-    a_dry_run_is_judged_but_makes_nothing,
     a_list_is_narrowed_by_namespace_value_and_presence_of_labels,
     a_merge_patch_on_an_older_version_is_a_conflict,
     a_patch_that_changes_nothing_makes_no_new_version,

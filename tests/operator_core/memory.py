@@ -64,7 +64,7 @@ class MemoryCluster:
         await self._answer()
         return [_copy(obj) for obj in self._all(kind, namespace) if _selected(obj, selector)]
 
-    async def create(self, obj: Obj, *, dry_run: bool = False) -> Obj:
+    async def create(self, obj: Obj) -> Obj:
         await self._answer()
         obj = _copy(obj)
         ref = Ref.of(obj)
@@ -76,8 +76,6 @@ class MemoryCluster:
         self._judge(obj)
         if _key(ref) in self.objects:
             raise AlreadyExists(f'{ref.kind.plural} "{ref.name}" already exists', reason="AlreadyExists")
-        if dry_run:
-            return obj
         if ref.kind.kind in WITH_STATUS:
             obj.pop("status", None)
         self._default(obj)

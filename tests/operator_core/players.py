@@ -72,8 +72,8 @@ class Flaky:
     async def list(self, kind: Kind, **options: Any) -> Any:
         return await self._call(self.real.list, kind, **options)
 
-    async def create(self, obj: Obj, **options: Any) -> Obj:
-        return await self._call(self.real.create, obj, **options)
+    async def create(self, obj: Obj) -> Obj:
+        return await self._call(self.real.create, obj)
 
     async def json_patch(self, ref: Ref, operations: Any) -> Obj:
         return await self._call(self.real.json_patch, ref, operations)

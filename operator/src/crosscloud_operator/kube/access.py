@@ -5,7 +5,6 @@ Only contents, never paths or programs: whoever holds an `Access` can't be made 
 
 from __future__ import annotations
 
-import dataclasses
 import ssl
 import tempfile
 from dataclasses import dataclass, field
@@ -27,10 +26,6 @@ class Access:
         """Whether both lead to the same API server, whoever we are there."""
         mine = (self.server, self.ca, self.tls_server_name)
         return mine == (other.server, other.ca, other.tls_server_name)
-
-    def with_token(self, token: str) -> Access:
-        """The same server by another token."""
-        return dataclasses.replace(self, token=token, certificate=None, key=None)
 
     def ssl_context(self) -> ssl.SSLContext:
         """TLS that verifies the server. Raises ssl.SSLError where the certificates or the key don't fit."""

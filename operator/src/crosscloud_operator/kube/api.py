@@ -113,7 +113,7 @@ class Cluster(Protocol):
     async def list(self, kind: Kind, *, namespace: str | None = None, selector: str | None = None) -> Sequence[Obj]:
         """A complete, consistent list from the server (in pages), never a part of one."""
 
-    async def create(self, obj: Obj, *, dry_run: bool = False) -> Obj:
+    async def create(self, obj: Obj) -> Obj:
         """Raises AlreadyExists, Refused."""
 
     async def json_patch(self, ref: Ref, operations: Sequence[Obj]) -> Obj:

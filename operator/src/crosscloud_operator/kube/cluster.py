@@ -103,11 +103,9 @@ class HttpCluster:
         items, _ = await self.list_versioned(kind, namespace=namespace, selector=selector)
         return items
 
-    async def create(self, obj: Obj, *, dry_run: bool = False) -> Obj:
+    async def create(self, obj: Obj) -> Obj:
         # Strict: a misspelt field of a user's podTemplate is refused by name, not dropped in silence.
         params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
-        if dry_run:
-            params["dryRun"] = "All"
         kind = KINDS[obj["kind"]]
         path = path_of(kind, obj["metadata"].get("namespace") if kind.namespaced else None)
         return await self._object("POST", path, params=params, body=obj)
