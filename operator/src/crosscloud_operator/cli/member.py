@@ -24,14 +24,13 @@ from crosscloud_operator.cli.common import (
     checked_host,
     checked_name,
     console,
-    duration,
     hub_options,
     run,
-    table,
 )
+from crosscloud_operator.cli.overview import show_members, show_pools
 from crosscloud_operator.cli.selector import parse_selector
 from crosscloud_operator.domain.inventory import SYSTEM_NAMESPACE, cluster_id
-from crosscloud_operator.domain.record import condition_in, has_ended, parsed, rfc3339
+from crosscloud_operator.domain.record import condition_in, has_ended, rfc3339
 from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.api import (
     CLUSTER_ROLE,
@@ -290,10 +289,7 @@ async def _wait(hub: Cluster, wanted: Wanted, expires: float | None, out: Consol
     if not pools:
         out.print("no node with GPUs was found in it yet")
         return
-    shown = table("POOL", "GPU", "NODES", "GPUS", "FREE")
-    for pool in pools:
-        shown.add_row(pool["name"], pool.get("gpu") or "-", *(str(pool[key]) for key in ("nodes", "gpus", "freeGpus")))
-    out.print(shown)
+    show_pools(pools, out)
 
 
 @member.command("list")
@@ -306,34 +302,7 @@ def list_members(hub: Hub) -> None:
     if not found:
         out.print("there is no member yet: `crosscloud member add NAME --kubeconfig FILE`")
         return
-    shown = table("NAME", "READY", "REASON", "VERSION", "GPUS", "FREE", "NAMESPACES", "TOKEN")
-    for obj in found:
-        shown.add_row(*_row(obj))
-    out.print(shown)
-    for obj in found:
-        ready = condition_in(obj.get("status") or {}, "Ready")
-        if ready and ready["status"] != "True":
-            out.print(f"{obj['metadata']['name']}: {ready['message']}", markup=False)
-
-
-def _row(obj: Obj) -> list[str]:
-    status, spec = obj.get("status") or {}, obj["spec"]
-    ready = condition_in(status, "Ready") or {"status": "Unknown", "reason": "NotSeenYet"}
-    allowed = spec.get("allowedNamespaces")
-    names = None if allowed is None else setup.allowed_names(allowed)
-    shown = "none" if allowed is None else ", ".join(names) if names is not None else "by labels"
-    expires = parsed((status.get("credentials") or {}).get("expiresAt"))
-    left = None if expires is None else expires - time.time()
-    counts = [str(status.get(key, "-")) for key in ("gpus", "freeGpus")]
-    return [
-        obj["metadata"]["name"],
-        ready["status"],
-        ready["reason"],
-        status.get("version", "-"),
-        *counts,
-        shown,
-        "-" if left is None else "ended" if left <= 0 else f"{duration(left)} left",
-    ]
+    show_members(found, out)
 
 
 @member.command()
