@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from crosscloud_lab.archives import Archives
 from crosscloud_lab.builder import pip_configuration
 from crosscloud_lab.errors import LabError
 from crosscloud_lab.recipe import context_paths, image_names, parse_stages
@@ -76,3 +78,19 @@ def test_builds_get_the_machines_package_index_but_no_local_paths() -> None:
     assert pip_configuration(listed, "/etc/ssl/certs/ca.crt") == (
         "[global]\ncert = /etc/ssl/certs/ca.crt\nindex-url = https://env.example/simple\ntimeout = 180\n"
     )
+
+
+def test_the_archives_used_last_stay_so_that_two_checkouts_can_share_the_cache(tmp_path: Path) -> None:
+    archives = Archives(tmp_path / "archives")
+    for second, tag in enumerate(("mine", "b", "c", "d", "yours")):
+        path = archives.path(f"registry.example/trainer:{tag}")
+        path.touch()
+        os.utime(path, (second, second))
+    assert archives.use("registry.example/trainer:mine")
+    archives.path("registry.example/operator:mine").touch()
+    archives.path("registry.example/trainer:cut-short").with_suffix(".tar.part").touch()
+    assert not archives.use("registry.example/trainer:nobody's")
+    kept = archives.prune("registry.example/trainer", keep=3)
+    assert set(kept) == {f"registry.example/trainer:{tag}" for tag in ("mine", "yours", "d")}
+    left = {path.name for path in (tmp_path / "archives").iterdir()}
+    assert left == {"trainer-mine.tar", "trainer-yours.tar", "trainer-d.tar", "operator-mine.tar"}

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from crosscloud_lab.archives import Archives
 from crosscloud_lab.builder import Builder, BuildRequest, find_builder, superseded
 from crosscloud_lab.cluster import Cluster
 from crosscloud_lab.components import SANDBOX_IMAGE
@@ -25,6 +26,8 @@ from crosscloud_lab.seed import Seeds
 __all__ = ["TARGETS", "build_images", "image_names", "load_archive", "load_images"]
 
 _KEPT_SEEDS = 2
+# Per target, so that checkouts that share the cache don't take each other's away.
+_KEPT_ARCHIVES = 3
 # A seed carries the images of the one it grew from; after so many builds the next starts from none.
 _OLD_IMAGES_IN_SEED = 20
 
@@ -33,12 +36,11 @@ def build_images(root: Path, progress: Progress | None = None) -> dict[str, Path
     """Builds what the tree at `root` lacks; archives by image name, in the cache. Raises LabError."""
     progress = progress or default_progress()
     folder = cache_dir() / "images"
-    archives = folder / "archives"
+    archives = Archives(folder / "archives")
     names = image_names(root)
-    wanted = {name: archives / f"{name.rpartition('/')[2].replace(':', '-')}.tar" for name in names.values()}
+    wanted = {name: archives.path(name) for name in names.values()}
     with exclusive(folder / "lock"):
-        archives.mkdir(parents=True, exist_ok=True)
-        missing = {target: name for target, name in names.items() if not wanted[name].exists()}
+        missing = {target: name for target, name in names.items() if not archives.use(name)}
         if missing:
             builder = find_builder(folder, progress)
             for number, (target, name) in enumerate(missing.items(), start=1):
@@ -47,9 +49,8 @@ def build_images(root: Path, progress: Progress | None = None) -> dict[str, Path
                         builder.build(BuildRequest(root, target, name), note)
                     note("export")
                     _export(builder, name, wanted[name])
-            builder.forget(list(names.values()))
-            for old in set(archives.iterdir()) - set(wanted.values()):
-                old.unlink()
+            repositories = [name.rpartition(":")[0] for name in names.values()]
+            builder.forget([name for each in repositories for name in archives.prune(each, _KEPT_ARCHIVES)])
     return wanted
 
 
