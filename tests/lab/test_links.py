@@ -97,7 +97,8 @@ def test_a_cut_makes_an_open_connection_hang_in_silence_and_heal_lets_it_go_on(w
     # East still reaches the hub: only the one link is cut.
     hub = lab.plan.cluster("hub").api_address
     assert "open" in wan.sh("east", "sends", f"nc -w 5 {hub} 6443 </dev/null && echo open")
-    lab.heal("west", "east")
+    assert lab.heal("west", "east") == [("east", "west")]
+    assert lab.heal() == [], "no other link was cut"
     owed = sent()
     eventually(lambda: received(wan) >= owed, "all beats of the cut in west", seconds=180)
     assert wan.sh("east", "sends", "ls /tmp") == "sent\n", "it must be the same connection"

@@ -139,8 +139,11 @@ def heal(name: str, clusters: tuple[str, ...]) -> None:
     """End the cut between clusters A and B, or every cut."""
     if len(clusters) not in (0, 2):
         raise LabError("heal: name both clusters of the link, or none to heal every link")
-    _open(name).heal(*clusters)
-    click.echo(f"link {' - '.join(clusters)}: restored" if clusters else "all links: restored")
+    healed = _open(name).heal(*clusters)
+    for pair in healed:
+        click.echo(f"link {' - '.join(pair)}: restored")
+    if not healed:
+        click.echo(f"link {' - '.join(clusters)}: was not cut" if clusters else "no link was cut")
 
 
 @main.command("exec", context_settings={"ignore_unknown_options": True})

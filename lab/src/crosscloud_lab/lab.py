@@ -181,12 +181,13 @@ class Lab:
         """Drops everything between two clusters without a word to anyone."""
         self._change([self._pair(a, b)], lambda link: replace(link, cut=True))
 
-    def heal(self, a: str | None = None, b: str | None = None) -> None:
-        """Ends the cut between two clusters, or every cut."""
+    def heal(self, a: str | None = None, b: str | None = None) -> list[tuple[str, str]]:
+        """Ends the cut between two clusters, or every cut; the links that were cut."""
         if (a is None) != (b is None):
             raise LabError("heal: name both clusters of the link, or none to heal every link")
         pairs = self.plan.pairs() if a is None or b is None else [self._pair(a, b)]
-        self._change(pairs, lambda link: replace(link, cut=False))
+        before = self._change(pairs, lambda link: replace(link, cut=False))
+        return [pair for pair in pairs if before[pair].cut]
 
     def wan_bytes(self) -> dict[tuple[str, str], int]:
         """Bytes sent from one cluster to another, (from, to) to count, since their interfaces were made."""
@@ -253,13 +254,17 @@ class Lab:
             raise LabError(f"link: {a!r} and {b!r} are the same cluster; name two")
         return (a, b) if (a, b) in self.plan.pairs() else (b, a)
 
-    def _change(self, pairs: list[tuple[str, str]], change: Callable[[LinkState], LinkState]) -> None:
+    def _change(
+        self, pairs: list[tuple[str, str]], change: Callable[[LinkState], LinkState]
+    ) -> dict[tuple[str, str], LinkState]:
+        """Changes links; all of them as they were before."""
         self._known()
         with self._state.locked():
-            links = self._state.links(self.spec)
-            links |= {pair: change(links[pair]) for pair in pairs}
+            before = self._state.links(self.spec)
+            links = before | {pair: change(before[pair]) for pair in pairs}
             self._state.save_links(links)
             self._apply_links(links, pairs)
+        return before
 
     def _apply_links(self, links: dict[tuple[str, str], LinkState], pairs: list[tuple[str, str]]) -> None:
         for a, b in pairs:

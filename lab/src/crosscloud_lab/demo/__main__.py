@@ -32,7 +32,7 @@ def main() -> int:
     except PreflightError as fault:
         console.print(f"demo: {fault}", markup=False)
         return 1
-    except (LabError, steps.CommandFailed, JobEndedBadly) as fault:
+    except (LabError, JobEndedBadly) as fault:
         console.print(f"\n[bold red]demo: {fault}[/]")
         console.print("The lab stays up for a look; run `make demo` again to go on, or `make down` to clean up.")
         return 1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -15,13 +13,12 @@ from typing import Any
 
 from rich.console import Console
 
+from crosscloud_lab import shell
 from crosscloud_lab.lab import Lab
 
 NAMESPACE = "crosscloud-system"
-
-
-class CommandFailed(Exception):
-    """A command of the demo that ended with an error; carries what it printed."""
+# The longest is `fetch` on a slow machine, minutes at most.
+COMMAND_SECONDS = 1800.0
 
 
 class Phases:
@@ -41,20 +38,9 @@ class Phases:
         self.console.print(f"[green]      done in {now - start:.0f} s[/] ({now - self.begin:.0f} s in all)")
 
 
-def run(*command: str | Path, env: dict[str, str] | None = None, stdin: str | None = None) -> str:
-    """Standard output of a command. Raises CommandFailed with all that it printed."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env=os.environ | (env or {}),
-        check=False,
-    )
-    if done.returncode:
-        shown = " ".join(str(part) for part in command)
-        raise CommandFailed(f"`{shown}` ended with {done.returncode}:\n{done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+def run(*command: str | Path, stdin: str | None = None) -> str:
+    """Standard output of a command. Raises LabError with all that it printed."""
+    return shell.run(command, stdin=stdin, timeout=COMMAND_SECONDS)
 
 
 def tool(name: str) -> Path:
@@ -64,17 +50,9 @@ def tool(name: str) -> Path:
 
 def install_operator(lab: Lab, images: Iterable[str]) -> None:
     """`helm upgrade --install` with images that `load_images` brought, waiting until the operator is ready."""
-    kubeconfig = lab.kubeconfig("hub")
+    helm = (lab.binary("helm"), "--kubeconfig", lab.kubeconfig("hub"))
     run(
-        *(
-            lab.binary("helm"),
-            "--kubeconfig",
-            kubeconfig,
-            "upgrade",
-            "--install",
-            "crosscloud",
-            "charts/crosscloud",
-        ),
+        *(*helm, "upgrade", "--install", "crosscloud", "charts/crosscloud"),
         *("--namespace", NAMESPACE, "--create-namespace", "--wait", "--timeout", "5m"),
         *(part for name, value in image_values(images).items() for part in ("--set", f"{name}={value}")),
     )
@@ -104,30 +82,11 @@ def prepare_namespace(lab: Lab, clusters: list[str]) -> None:
     for cluster in clusters:
         apply(lab, cluster, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "ml"}})
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s3", "namespace": "ml"}}
-    apply(lab, "hub", secret | {"stringData": s3_environment(lab)})
-
-
-def s3_environment(lab: Lab) -> dict[str, str]:
-    """The environment variables by which every S3 client finds the lab's object store."""
-    store = lab.s3
-    return {
-        "AWS_ENDPOINT_URL": store.endpoint,
-        "AWS_DEFAULT_REGION": store.region,
-        "AWS_ACCESS_KEY_ID": store.access_key,
-        "AWS_SECRET_ACCESS_KEY": store.secret_key,
-    }
+    apply(lab, "hub", secret | {"stringData": lab.s3_environment()})
 
 
 def apply(lab: Lab, cluster: str, obj: dict[str, Any]) -> None:
-    run(
-        lab.binary("kubectl"),
-        "--kubeconfig",
-        lab.kubeconfig(cluster),
-        "apply",
-        "-f",
-        "-",
-        stdin=json.dumps(obj),
-    )
+    lab.kubectl(cluster, "apply", "-f", "-", stdin=json.dumps(obj))
 
 
 def apply_job(lab: Lab, manifest: Path) -> None:
