@@ -53,12 +53,14 @@ class Unit:
     version: str
     programs: tuple[Program, ...]
     ldflags: str = ""
+    revision: int = 1
+    """Grows with each change of how this version is built."""
     plugins: tuple[str, tuple[str, ...]] | None = None
     """A file that imports plugins, and those of them to build in: the others would take half of the time."""
 
     @property
     def folder(self) -> str:
-        return f"{self.name}-{self.version}"
+        return f"{self.name}-{self.version}" + (f"-{self.revision}" if self.revision > 1 else "")
 
 
 def _kubernetes() -> Unit:
@@ -78,6 +80,23 @@ def _kubernetes() -> Unit:
     )
 
 
+def _helm() -> Unit:
+    version, client = "v3.22.0", "v0.37.0"
+    _, minor, _ = client.split(".")
+    stamps = {"internal/version.version": version, "internal/version.gitTreeState": "clean"}
+    # The Kubernetes that `helm template` and `helm lint` assume is the one whose client helm is built with.
+    for package in ("pkg/chartutil", "pkg/lint/rules"):
+        stamps |= {f"{package}.k8sVersionMajor": "1", f"{package}.k8sVersionMinor": minor}
+    return Unit(
+        name="helm",
+        module="helm.sh/helm/v3",
+        version=version,
+        programs=(Program("helm", "./cmd/helm", ("version", "--short"), version),),
+        ldflags=" ".join(f"-X helm.sh/helm/v3/{name}={value}" for name, value in stamps.items()),
+        revision=2,
+    )
+
+
 UNITS: tuple[Unit, ...] = (
     _kubernetes(),
     Unit(
@@ -87,13 +106,7 @@ UNITS: tuple[Unit, ...] = (
         (Program("coredns", ".", ("-version",), "1.14.6"),),
         plugins=("core/plugin/zplugin.go", ("bind", "errors", "ready", "kubernetes", "cache", "forward", "log")),
     ),
-    Unit(
-        "helm",
-        "helm.sh/helm/v3",
-        "v3.22.0",
-        (Program("helm", "./cmd/helm", ("version", "--short"), "v3.22.0"),),
-        ldflags="-X helm.sh/helm/v3/internal/version.version=v3.22.0",
-    ),
+    _helm(),
     Unit(
         "versitygw",
         "github.com/versity/versitygw",

@@ -111,6 +111,7 @@ class LiveProgress:
                     TimeElapsedColumn(),
                     console=self._console,
                     transient=True,
+                    refresh_per_second=4,
                 )
                 self._display.start()
             self._open += 1
