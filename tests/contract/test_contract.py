@@ -120,7 +120,9 @@ def specs() -> st.SearchStrategy[JobSpec]:
         ranks = values["replica"].gpus_per_stage
         training = draw(strategy(contract.Training, contract.reading.Rule()))
         batch = min(training.batch_size, 65_536 // ranks) * ranks
-        training = dataclasses.replace(training, batch_size=batch)
+        training = dataclasses.replace(training, batch_size=batch, micro_batch_size=draw(st.sampled_from([None, 1])))
+        if values["sync"].algorithm is contract.Algorithm.ALL_REDUCE:
+            values["sync"] = dataclasses.replace(values["sync"], inner_steps=None, outer_optimizer=None)
         names = draw(st.lists(st.from_regex(r"\A[a-z][a-z0-9]{0,8}\Z"), max_size=3, unique=True))
         overrides = tuple(contract.ReplicaOverride(name=name, index=index) for index, name in enumerate(names))
         return JobSpec(
@@ -271,6 +273,19 @@ def test_a_batch_that_the_ranks_of_one_replica_cannot_share_is_refused() -> None
     bad = minimal() | {"replicas": 2, "replicaOverrides": [{"name": "big", "index": 1, "gpusPerStage": 3}]}
     with pytest.raises(InvalidDocument, match=r"^training\.batchSize: found 8; must be a multiple .* 3"):
         read(JobSpec, bad)
+
+
+def test_a_micro_batch_that_does_not_divide_the_share_of_some_rank_is_refused() -> None:
+    bad = minimal() | {"replicas": 2, "replicaOverrides": [{"name": "big", "index": 1, "gpusPerStage": 4}]}
+    bad["training"]["microBatchSize"] = 4
+    with pytest.raises(InvalidDocument, match=r"^training\.microBatchSize: found 4; must divide the share .* 2"):
+        read(JobSpec, bad)
+
+
+@pytest.mark.parametrize(("name", "value"), [("innerSteps", 5), ("outerOptimizer", {})])
+def test_settings_of_diloco_are_refused_under_all_reduce(name: str, value: typing.Any) -> None:
+    with pytest.raises(InvalidDocument, match=rf"^sync\.{name}: .* for algorithm DiLoCo only"):
+        read(JobSpec, minimal() | {"sync": {"algorithm": "AllReduce", name: value}})
 
 
 def test_overrides_name_each_replica_once_and_only_replicas_that_exist() -> None:

@@ -32,7 +32,7 @@ BAD_SPECS: list[tuple[str, Mapping[str, Any], str]] = [
     ("no GPUs", {"replica.gpusPerStage": 0}, "replica.gpusPerStage"),
     ("fewer than no GPUs", {"replica.gpusPerStage": -1}, "replica.gpusPerStage"),
     ("half a GPU", {"replica.gpusPerStage": 0.5}, "replica.gpusPerStage"),
-    ("ZeRO 0, which can't show one shard", {"replica.zeroStage": 0}, "replica.zeroStage"),
+    ("ZeRO -1", {"replica.zeroStage": -1}, "replica.zeroStage"),
     ("ZeRO 4", {"replica.zeroStage": 4}, "replica.zeroStage"),
     ("replica as text", {"replica": "big"}, "replica"),
     (
@@ -72,6 +72,19 @@ BAD_SPECS: list[tuple[str, Mapping[str, Any], str]] = [
     ),
     ("a GPU kind with a space", {"placement.gpu": "A 100"}, "placement.gpu"),
     ("an algorithm that doesn't exist", {"sync.algorithm": "Diloco"}, "sync.algorithm"),
+    ("a window of AllReduce", {"sync.algorithm": "AllReduce", "sync.innerSteps": 5}, "sync.innerSteps"),
+    (
+        "an outer optimizer of AllReduce",
+        {"sync.algorithm": "AllReduce", "sync.outerOptimizer": {}},
+        "sync.outerOptimizer",
+    ),
+    ("no sequence at a time", {"training.microBatchSize": 0}, "training.microBatchSize"),
+    ("a micro-batch that doesn't divide the batch", {"training.microBatchSize": 3}, "training.microBatchSize"),
+    (
+        "a micro-batch that doesn't divide the share of one replica's ranks",
+        {"replicas": 2, "training.microBatchSize": 4, "replicaOverrides": [override(gpusPerStage=4)]},
+        "training.microBatchSize",
+    ),
     ("a codec that doesn't exist", {"sync.codec": "int8"}, "sync.codec"),
     ("settings of TopK for another codec", {"sync.topK": {}}, "sync.topK"),
     ("TopK that keeps nothing", {"sync.codec": "TopK", "sync.topK.keep": 0}, "sync.topK.keep"),

@@ -25,6 +25,7 @@ OTHER: dict[str, Any] = {
     "replicaOverrides[0].zeroStage": 1,
     "placement.gpu": "NVIDIA-H100-80GB-HBM3",
     "sync.innerSteps": 51,
+    "sync.algorithm": "AllReduce",
     "sync.codec": "None",
     "sync.topK.keep": 32,
     "sync.topK.bits": 4,
@@ -37,6 +38,7 @@ OTHER: dict[str, Any] = {
     "training.data.validation": [],
     "training.tokens": "201M",
     "training.batchSize": 32,
+    "training.microBatchSize": 1,
     "training.sequenceLength": 513,
     "training.learningRate": 1e-3,
     "training.schedule": "Constant",
@@ -53,9 +55,13 @@ OTHER: dict[str, Any] = {
     "podTemplate.spec.containers[0].image": "other",
     "podTemplate.spec.volumes[0].name": "other",
 }
-ALSO_NAMED = {"sync.codec": ["spec.sync.topK"]}  # settings of the codec that was there
-OPTIONAL = ["podTemplate", "placement.gpu", "storage.secretName", "replicaOverrides", "sync.topK"]
-WITHOUT_ANOTHER_VALUE = {"sync.algorithm", "training.data.tokenizer"}
+ALSO_NAMED = {
+    "sync.codec": ["spec.sync.topK"],
+    "sync.algorithm": ["spec.sync.innerSteps", "spec.sync.outerOptimizer"],
+}  # settings of what was there
+OPTIONAL = ["podTemplate", "placement.gpu", "storage.secretName", "replicaOverrides", "sync.topK", "sync.innerSteps"]
+OPTIONAL += ["sync.outerOptimizer", "training.microBatchSize"]
+WITHOUT_ANOTHER_VALUE = {"training.data.tokenizer"}
 
 
 def pointer(path: str) -> str:

@@ -22,7 +22,7 @@ from crosscloud_trainer.contract import ExitCode
 from crosscloud_trainer.exchange import RoundRequest, RoundResult
 from crosscloud_trainer.link import Authority, LinkSettings, PeersMissing
 from crosscloud_trainer.membership.errors import Diverged, PeerLost, RoundFailed
-from crosscloud_trainer.sizes import payload_bytes
+from crosscloud_trainer.sizes import CodecSpec, payload_bytes
 
 TESTS = Path(__file__).parent.parent
 
@@ -147,7 +147,7 @@ def test_payload_and_result_bytes_are_those_of_the_formula(tmp_path: Path) -> No
                 for kind in sent:
                     sent[kind] += peer.sent[kind]
                     received[kind] += peer.received[kind]
-    encoded = payload_bytes("Int8", elements)
+    encoded = payload_bytes(CodecSpec("Int8"), elements)
     assert sent == received
     for kind, total in sent.items():
         # Every cell goes from two replicas to its owner and back; each message has 12 bytes of lengths and 64 of head.

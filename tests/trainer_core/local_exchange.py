@@ -12,6 +12,8 @@ from torch.distributed import Store
 from crosscloud_trainer.compress import Codec, EncodedCells, Reducer
 from crosscloud_trainer.exchange import RoundRequest, RoundResult
 from crosscloud_trainer.layout import HolderMap, Ids, Index
+from crosscloud_trainer.membership.errors import Diverged
+from crosscloud_trainer.membership.rounds import divergence
 from crosscloud_trainer.topology import own_cells, peers
 
 
@@ -47,6 +49,8 @@ class StoreExchange:
         heads = {replica: json.loads(self._store.get(f"{number}/head/{replica}/0")) for replica in self.view}
         weights = {replica: head["weight"] for replica, head in heads.items()}
         digests = {replica: head["digest"] for replica, head in heads.items()}
+        if text := divergence(number, digests):
+            raise Diverged(text)
         if not any(weights.values()):
             return RoundResult(None, weights, digests)
         if payload is not None:
@@ -108,6 +112,9 @@ class ThreadGroup:
     def total(self, counts: Sequence[int]) -> list[int]:
         parts = self.swap([torch.tensor(list(counts))] * self.ranks, [len(counts)] * self.ranks)
         return [int(count) for count in torch.stack(parts).sum(0).tolist()]
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.swap([values] * self.ranks, [values.numel()] * self.ranks)).sum(0)
 
     def swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[int]) -> list[torch.Tensor]:
         self._slots[self.rank] = list(outgoing)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from trainer_core.local_exchange import StoreExchange
 from trainer_core.tiny_llama import STEPS, batches, loss_of, model, optimizer_and_schedule
 
+from crosscloud_trainer.allreduce import AllReduce
 from crosscloud_trainer.compress import codec_named
 from crosscloud_trainer.contract import OuterOptimizer
 from crosscloud_trainer.diloco import DiLoCo
@@ -25,8 +26,8 @@ from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.layout import HolderMap
 
 
-def engine_of(stage: int, precision: Any = "fp32", **settings: Any) -> Engine:
-    llama = model()
+def engine_of(stage: int, precision: Any = "fp32", frozen: bool = False, **settings: Any) -> Engine:
+    llama = model(frozen)
     optimizer, schedule = optimizer_and_schedule(llama)
     return build(llama, optimizer, EngineSettings(stage, precision, 2, **settings), schedule)  # type: ignore[arg-type]
 
@@ -35,9 +36,16 @@ def store_of(port: int) -> dist.Store:
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
 
 
-def alone(device: torch.device, stage: int, precision: str, clip_norm: float | None = None) -> Any:
+def alone(
+    device: torch.device,
+    stage: int,
+    precision: str,
+    clip_norm: float | None = None,
+    accumulated: int = 1,
+    frozen: bool = False,
+) -> Any:
     """One replica that trains by itself, with windows of 7 steps."""
-    engine = engine_of(stage, precision, clip_norm=clip_norm)
+    engine = engine_of(stage, precision, frozen, clip_norm=clip_norm, accumulation_steps=accumulated)
     holders = {0: engine.layout.holders}
     exchange = StoreExchange(dist.HashStore(), engine.index, holders, 0, engine.rank, codec_named("None"))
     algorithm = DiLoCo(
@@ -54,7 +62,8 @@ def alone(device: torch.device, stage: int, precision: str, clip_norm: float | N
         loss = engine(input_ids=tokens, labels=tokens).loss
         losses.append(loss_of(loss))
         engine.backward(loss)
-        engine.step()
+        if engine.step() is None:
+            continue
         report = algorithm.on_step(tokens.numel())
         if report is not None:
             engine.refresh()
@@ -106,6 +115,59 @@ def replica_of_a_job(
     return result
 
 
+def allreduce_replica(
+    device: torch.device,
+    port: int,
+    name: str,
+    replica: int,
+    ranks: list[int],
+    stage: int,
+    steps: int,
+    clip_norm: float,
+    codec: str = "None",
+    bad_step: int = 0,
+) -> Any:
+    """One of the replicas of a job, with so many `ranks` each, that exchange every gradient by a store.
+
+    The last rank of the last replica has a gradient that isn't finite in `bad_step`.
+    """
+    store = dist.PrefixStore(name, store_of(port))
+    engine = engine_of(stage, clip_norm=clip_norm)
+    if engine.rank == 0:
+        store.set(f"holders/{replica}", repr(engine.layout.holders.runs()))
+    holders = {
+        number: HolderMap.from_runs(engine.index.cells, _runs(store.get(f"holders/{number}")))
+        for number in range(len(ranks))
+    }
+    exchange = StoreExchange(store, engine.index, holders, replica, engine.rank, codec_named(codec))
+    algorithm = AllReduce(
+        engine.layout,
+        engine.shard,
+        TorchGroup(device),
+        exchange,
+        codec_named(codec),
+        tokens=64 * ranks[replica],
+    )
+    engine.exchange = algorithm
+    result: dict[str, list[Any]] = {"losses": [], "digests": [], "applied": [], "rates": []}
+    worst = (len(ranks) - 1, ranks[-1] - 1)
+    for number, tokens in enumerate(batches(sum(ranks[:replica]) + engine.rank, steps), start=1):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        result["losses"].append(loss_of(loss))
+        spoilt = number == bad_step and (replica, engine.rank) == worst
+        engine.backward(loss * float("inf") if spoilt else loss)
+        step = engine.step()
+        assert step is not None
+        report = algorithm.on_step(0)
+        assert report is not None
+        result["applied"].append((step.applied, report.applied))
+        result["rates"].append(step.learning_rate)
+        result["digests"].append(report.digest)
+    losses: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(losses, result["losses"])
+    return {**result, "losses": losses}
+
+
 def _runs(text: bytes) -> list[tuple[int, int, int]]:
     numbers = [int(part) for part in text.decode().replace("(", "").replace(")", "").strip("[]").split(",")]
     return [(numbers[i], numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)]
@@ -129,16 +191,6 @@ def skipped_steps(device: torch.device, stage: int, precision: str, bad_rank: in
         seen["skipped"].append(step.skipped)
         seen["finite"].append(bool(torch.isfinite(engine.shard.read()).all()))
     return seen
-
-
-def accumulated(device: torch.device, stage: int) -> Any:
-    """Two micro-batches make one inner step."""
-    engine = engine_of(stage, accumulation_steps=2)
-    steps = []
-    for tokens in batches(engine.rank, 6):
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        steps.append(engine.step() is not None)
-    return steps
 
 
 def refreshed(device: torch.device, stage: int, precision: str) -> Any:

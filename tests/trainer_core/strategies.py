@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from crosscloud_trainer.layout import Index, Interval, ReplicaLayout, contiguous_shard, split_shard
+from crosscloud_trainer.layout import Index, Interval, ReplicaLayout, contiguous_shard, dealt_shard, split_shard
 
 names = st.text(alphabet="abz.0_é", min_size=1, max_size=6)
 element_counts = st.one_of(st.integers(0, 9), st.sampled_from([4095, 4096, 4097, 8192]), st.integers(10, 20_000))
@@ -12,13 +12,16 @@ models = st.dictionaries(names, element_counts, min_size=1, max_size=6)
 
 @st.composite
 def layouts(draw: st.DrawFn, model: dict[str, int], most_ranks: int = 6) -> ReplicaLayout:
-    """A replica of the model with any number of ranks, ZeRO 1, 2 (one rule) or 3, parameters in any order,
+    """A replica of the model with any number of ranks, ZeRO 0, 1, 2 (one rule) or 3, parameters in any order,
     any padding.
     """
     index = Index.of(model)
     order = draw(st.permutations(sorted(model)))
     ranks = draw(st.integers(1, most_ranks))
-    if draw(st.booleans()):
+    stage = draw(st.sampled_from([0, 1, 3]))
+    if stage == 0:
+        shards = [dealt_shard(index, ranks, rank) for rank in range(ranks)]
+    elif stage == 3:
         shards = [split_shard(index, order, ranks, rank) for rank in range(ranks)]
     else:
         alignment = draw(st.sampled_from([1, 4, 4096]))

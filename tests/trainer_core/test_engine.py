@@ -12,6 +12,9 @@ from trainer_core.launch import Replica, named
 
 COMBINATIONS = [(stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
 CLIPPED = [0, 2, 3]
+ACCUMULATED = 4
+ACCUMULATING = [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")]
+FROZEN = [(0, "fp32"), (1, "bf16"), (3, "fp32")]
 CLIP_NORM = 0.05
 SKIPPED = [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
 BAD_VALUES = [float("nan"), float("-inf"), 1e38]
@@ -25,17 +28,25 @@ def plain():
     """Losses of plain DeepSpeed on two ranks."""
     plan = [[named(*pair), *pair, 0.0] for pair in COMBINATIONS]
     plan += [[named("clipped", stage), stage, "fp32", CLIP_NORM] for stage in CLIPPED]
+    plan += [[named("accumulated", *pair), *pair, 0.0, ACCUMULATED] for pair in ACCUMULATING]
+    plan += [[named("frozen", *pair), *pair, 0.0, 1, True] for pair in FROZEN]
     return Replica("plain_deepspeed.py", 2, plan).result()
 
 
 @pytest.fixture(scope="module")
 def ours():
     """Results of our engine on two ranks."""
-    plan = [["refused", "refused_optimizers", {}], ["accumulated", "accumulated", {"stage": 2}]]
+    plan = [["refused", "refused_optimizers", {}]]
     for stage, precision in COMBINATIONS:
         arguments = {"stage": stage, "precision": precision}
         plan.append([named(stage, precision), "alone", arguments])
         plan.append([named("refreshed", stage, precision), "refreshed", arguments])
+    for pair in ACCUMULATING:
+        arguments = {"stage": pair[0], "precision": pair[1], "accumulated": ACCUMULATED}
+        plan.append([named("accumulated", *pair), "alone", arguments])
+    for pair in FROZEN:
+        arguments = {"stage": pair[0], "precision": pair[1], "frozen": True}
+        plan.append([named("frozen", *pair), "alone", arguments])
     for stage in CLIPPED:
         plan.append([named("clipped", stage), "alone", {"stage": stage, "precision": "fp32", "clip_norm": CLIP_NORM}])
     for stage, precision in SKIPPED:
@@ -97,8 +108,16 @@ def test_steps_with_gradients_that_are_not_finite_are_skipped_counted_and_end_th
     assert "not finite for 3 steps in a row" in seen["error"]
 
 
-def test_micro_batches_within_an_inner_step_are_no_steps(ours):
-    assert ours["accumulated"] == [False, True] * 3
+@pytest.mark.parametrize("pair", ACCUMULATING)
+def test_accumulated_micro_batches_give_the_losses_of_plain_deepspeed_to_the_last_bit(pair, plain, ours):
+    found, expected = ours[named("accumulated", *pair)]["losses"], plain[named("accumulated", *pair)]
+    assert found == expected != plain[named(*pair)]
+
+
+@pytest.mark.parametrize("pair", FROZEN)
+def test_frozen_parameters_give_the_losses_of_plain_deepspeed_to_the_last_bit(pair, plain, ours):
+    found, expected = ours[named("frozen", *pair)]["losses"], plain[named("frozen", *pair)]
+    assert found == expected != plain[named(*pair)]
 
 
 @pytest.mark.parametrize(("stage", "precision"), COMBINATIONS)

@@ -16,8 +16,10 @@ from trainer_core.strategies import compact, layouts, models, whole
 
 from crosscloud_trainer.compress import codec_named
 from crosscloud_trainer.contract import OuterOptimizer
-from crosscloud_trainer.diloco import DigestMismatchError, DiLoCo, RoundReport
+from crosscloud_trainer.diloco import DiLoCo
+from crosscloud_trainer.exchange import RoundReport
 from crosscloud_trainer.layout import Index, ReplicaLayout, contiguous_shard, split_shard
+from crosscloud_trainer.membership.errors import Diverged
 from crosscloud_trainer.shard import Shard
 from crosscloud_trainer.sizes import cell_bytes
 
@@ -180,7 +182,7 @@ def test_a_replica_of_two_ranks_and_one_of_four_agree_to_the_bit_after_every_rou
         assert rank.exchange.prepared_rounds == [1, 2, 3, 4, 5]
         held = run.layouts[rank.replica].holders.held(rank.rank)
         assert rank.reports[0].payload_bytes == sum(
-            cell_bytes(codec, int(elements)) for elements in index.lengths(held)
+            cell_bytes(codec_named(codec).spec, int(elements)) for elements in index.lengths(held)
         )
 
 
@@ -238,7 +240,7 @@ def test_replicas_that_start_from_unlike_weights_are_told_apart_by_their_digests
     run = play(replicas, "Int8", {0: start, 1: other}, windows, {0: 1, 1: 1})
     assert len(run.errors()) == 6
     for error in run.errors():
-        assert isinstance(error, DigestMismatchError)
+        assert isinstance(error, Diverged)
         assert "before round 1: replica 0 has" in str(error)
 
 

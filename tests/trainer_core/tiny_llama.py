@@ -9,9 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 STEPS = 20
 
 
-def model() -> LlamaForCausalLM:
+def model(frozen: bool = False) -> LlamaForCausalLM:
+    """`frozen`: the embedding, which is the head too, and the first layer stay as they are."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
+    llama = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=259,
             hidden_size=48,
@@ -22,13 +23,17 @@ def model() -> LlamaForCausalLM:
             tie_word_embeddings=True,
         )
     )
+    if frozen:
+        for part in (llama.model.embed_tokens, llama.model.layers[0]):
+            part.requires_grad_(False)
+    return llama
 
 
 def optimizer_and_schedule(
     llama: torch.nn.Module,
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """AdamW with a decay and a no-decay group of unlike rates, warmed up and cooled down."""
-    parameters = list(llama.parameters())
+    parameters = [p for p in llama.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0, "lr": 3e-2},

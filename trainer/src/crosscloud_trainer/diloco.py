@@ -20,53 +20,25 @@ In a view of one replica there is nobody to agree with: no exchange and no outer
 weights follow the local ones, and training is the same to the bit as without DiLoCo.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 
+from crosscloud_trainer.agreement import agree
 from crosscloud_trainer.compress import Codec, EncodedCells, ErrorFeedback
 from crosscloud_trainer.compress.codec import encodable
 from crosscloud_trainer.contract import OuterOptimizer
-from crosscloud_trainer.exchange import RoundExchange, RoundRequest
+from crosscloud_trainer.exchange import RoundExchange, RoundReport, RoundRequest
 from crosscloud_trainer.group import ReplicaGroup
 from crosscloud_trainer.holding import Holding
 from crosscloud_trainer.layout import ReplicaLayout
 from crosscloud_trainer.outer import OuterState
 from crosscloud_trainer.schedule import ends_window
-from crosscloud_trainer.shard import DIGEST_BITS, Shard, digest
-
-
-class DigestMismatchError(Exception):
-    """Replicas whose outer states differ, though they must be the same to the bit."""
-
-    def __init__(self, round_number: int, digests: Mapping[int, int]) -> None:
-        states = ", ".join(f"replica {replica} has {value:016x}" for replica, value in sorted(digests.items()))
-        super().__init__(f"outer states differ before round {round_number}: {states}")
-        self.round = round_number
-        self.digests = dict(digests)
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """What a round did, on one rank; all but `payload_bytes` is the same on all ranks of a replica."""
-
-    round: int
-    digest: int
-    """Outer state after the round; the same in all replicas."""
-    weights: Mapping[int, int]
-    """Tokens of the window by replica number; 0 for one that refused its update."""
-    payload_bytes: int
-    """Encoded bytes of the cells that this rank holds; 0 if nothing was exchanged."""
-    refused: bool
-    """This replica's update was not finite and is lost."""
-    applied: bool
-    """Whether the outer state changed; if not, all replicas went back to the outer weights before the round.
-    """
+from crosscloud_trainer.shard import Shard, digest
 
 
 class DiLoCo:
     """The algorithm on one rank. `on_step` is called on every rank of the replica after every inner step."""
+
+    rewrites_weights = True
 
     def __init__(
         self,
@@ -101,12 +73,16 @@ class DiLoCo:
         """
         return self._feedback.residual
 
+    def weights(self) -> torch.Tensor:
+        """This rank's part of the weights that all replicas have, compact flat fp32."""
+        return self.outer.weights
+
     def on_step(self, tokens: int, *, last: bool = False) -> RoundReport | None:
         """Counts an inner step (one that DeepSpeed skipped too) in which this rank saw `tokens` tokens.
 
         At the end of a window, which the `last` step of a run ends early, it runs the round and returns its
-        report: the shard's fp32 weights were rewritten then, and the working weights must follow. Raises
-        DigestMismatchError or what the exchange raises, after which the attempt must end.
+        report: the shard's fp32 weights were rewritten then, and the working weights must follow. Raises what the
+        exchange raises, after which the attempt must end.
         """
         self._steps += 1
         self._tokens += tokens
@@ -131,8 +107,6 @@ class DiLoCo:
         payload = self._encode(update) if not refusals and tokens else None
         request = RoundRequest(self.round, tokens if payload else 0, payload, self.digest)
         answer = self._exchange.exchange(request)
-        if len(set(answer.digests.values())) > 1:
-            raise DigestMismatchError(self.round, answer.digests)
         applied = self._apply(answer.result)
         self._shard.write(self.outer.weights)
         return RoundReport(
@@ -155,7 +129,7 @@ class DiLoCo:
         """
         proposed = self.outer
         if result is not None:
-            gradient = self._holding.spread(result, self._shard.device)
+            gradient = self._holding.spread(result, self._holding.decode(result, self._shard.device))
             proposed = self.outer.stepped(gradient, self._settings)
         (unusable,), new_digest = self._agree([int(result is None or not proposed.finite())], proposed)
         self._exchange.prepared(self.round)
@@ -165,8 +139,6 @@ class DiLoCo:
         return True
 
     def _agree(self, counts: list[int], state: OuterState) -> tuple[list[int], int]:
-        """One small collective: sums of `counts` over the ranks, and the replica's digest of an outer state."""
+        """Sums of `counts` over the ranks, and the replica's digest of an outer state. Collective."""
         own = digest(self._shard.index, self._shard.intervals, [state.weights, state.momentum])
-        low, high = own & 0xFFFFFFFF, own >> 32
-        *sums, low, high = self._group.total([*counts, low, high])
-        return sums, (low + (high << 32)) % (1 << DIGEST_BITS)
+        return agree(self._group, counts, own)

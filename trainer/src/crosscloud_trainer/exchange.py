@@ -33,6 +33,25 @@ class RoundResult:
     """By replica number, the whole view: each replica's outer state before this round."""
 
 
+@dataclass(frozen=True)
+class RoundReport:
+    """What a round did, on one rank; all but `payload_bytes` is the same on all ranks of a replica."""
+
+    round: int
+    digest: int
+    """What was agreed up to this round (`DiLoCo`: the outer state); the same in all replicas."""
+    weights: Mapping[int, int]
+    """Tokens of the round by replica number; 0 for one that refused its update."""
+    payload_bytes: int
+    """Encoded bytes of the cells that this rank holds; 0 if nothing was exchanged."""
+    refused: bool
+    """This replica's update was not finite and is lost."""
+    applied: bool
+    """Whether the update was applied; if not, all replicas have gone on without it (`DiLoCo`: from the outer weights
+    before the round).
+    """
+
+
 class RoundExchange(Protocol):
     """Exchanges cells with the other replicas of the view. Each rank has one; every rank calls it in every
     round.

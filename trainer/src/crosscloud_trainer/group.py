@@ -22,6 +22,10 @@ class ReplicaGroup(Protocol):
         """Sums over all ranks; each count is from 0 to 2**48."""
         ...
 
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise sums over all ranks; fp64, equally long on all of them. May overwrite `values`."""
+        ...
+
     def swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[int]) -> list[torch.Tensor]:
         """Sends `outgoing[r]` to each rank r and returns what came from each, `incoming[r]` elements; flat,
         of one type.
@@ -42,6 +46,10 @@ class TorchGroup:
         tensor = torch.tensor(list(counts), dtype=torch.int64, device=self._device)
         dist.all_reduce(tensor, group=self._group)
         return [int(count) for count in tensor.tolist()]
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values, group=self._group)
+        return values
 
     def swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[int]) -> list[torch.Tensor]:
         sent = torch.cat([part.to(self._device) for part in outgoing])

@@ -43,8 +43,13 @@ class Holding:
             values[piece.holder_start : piece.holder_start + piece.elements].copy_(source)
         return values
 
-    def spread(self, held: EncodedCells, device: torch.device) -> torch.Tensor:
-        """This rank's compact vector, decoded from the encoded cells that all holders have. Collective.
+    def decode(self, held: EncodedCells, device: torch.device) -> torch.Tensor:
+        """Values of the cells that this rank holds, end to end."""
+        return self._codec.decode(held.data.to(device), held.lengths)
+
+    def spread(self, held: EncodedCells, own: torch.Tensor) -> torch.Tensor:
+        """This rank's compact vector, decoded from the encoded cells that all holders have; `own` is what `decode`
+        made of `held`. Collective.
 
         Each rank decodes its own elements from the same bytes, so that all agree to the bit. Raises
         PayloadError for bytes from another rank that can't be decoded.
@@ -54,14 +59,13 @@ class Holding:
         lengths = [index.lengths(ids) for ids in self._foreign]
         sizes = [int(sizes_of(self._codec.spec, part).sum()) for part in lengths]
         parts = self._group.swap(outgoing, sizes)
-        compact = torch.empty(self._elements(), device=device)
-        own = self._codec.decode(held.data.to(device), held.lengths)
+        compact = torch.empty(self._elements(), device=own.device)
         for piece in self._own:
             source = own[piece.holder_start : piece.holder_start + piece.elements]
             compact[piece.source_start : piece.source_start + piece.elements].copy_(source)
         for rank, data in enumerate(parts):
             check_payload(self._codec, data, lengths[rank])
-            values = self._codec.decode(data.to(device), lengths[rank])
+            values = self._codec.decode(data.to(own.device), lengths[rank])
             starts = np.cumsum(lengths[rank]) - lengths[rank]
             for piece in self._outgoing[rank]:
                 start = int(starts[np.searchsorted(self._foreign[rank], piece.first_cell)]) + piece.within

@@ -68,7 +68,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ShardOptimizerError("a closure can't be used: DeepSpeed has computed the gradients before")
         if not self._bound:
-            self._step_unbound()
+            self._check_unbound()
             return
         self.overflow = False
         self._pass_rate()
@@ -83,12 +83,13 @@ class ShardOptimizer(torch.optim.Optimizer):
         for _, view in self._views:
             view.grad = None
 
-    def _step_unbound(self) -> None:
-        """ZeRO 0 in bf16 steps once with zero gradients while the engine is built, which decays the weights."""
+    def _check_unbound(self) -> None:
+        """DeepSpeed under ZeRO 0 in bf16 steps once with zero gradients while the engine is built, for the optimizer to
+        make its state. That would decay the weights and count a step, and under other ZeRO stages it doesn't happen:
+        replicas would start unlike. So that step does nothing.
+        """
         if [p.shape for p in self.param_groups[0]["params"]] != self._shapes:
             raise ShardOptimizerError("the optimizer has no shard yet; DeepSpeed stepped before the engine was built")
-        self.bind_whole()
-        self.inner.step()
 
     def states(self) -> list[tuple[str, dict[str, torch.Tensor]]]:
         """Name and the tensors that the user's optimizer keeps, of each view (ZeRO 0: each parameter)."""

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -23,11 +22,11 @@ import torch.distributed as dist
 import transformers
 
 from crosscloud_trainer import checkpoint, engine, metrics, result
-from crosscloud_trainer.compress import codec_named
+from crosscloud_trainer.allreduce import AllReduce
 from crosscloud_trainer.contract import Activity, ExitCode, Precision, Schedule
 from crosscloud_trainer.data.corpus import open_corpus
 from crosscloud_trainer.data.split import Split
-from crosscloud_trainer.diloco import DigestMismatchError, DiLoCo, RoundReport
+from crosscloud_trainer.diloco import DiLoCo
 from crosscloud_trainer.environment import DATA_FOLDER, DEADLINE, STATUS_FILE, Memory, die_with_parent, leave_message
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.group import TorchGroup
@@ -48,6 +47,7 @@ from crosscloud_trainer.models.presets import build_model
 from crosscloud_trainer.reporting import Status, StatusFile
 from crosscloud_trainer.schedule import steps_for, warmup_cosine
 from crosscloud_trainer.sizes import wan_bytes
+from crosscloud_trainer.steps import Steps, build_algorithm
 from crosscloud_trainer.storage import Storage
 from crosscloud_trainer.tasks.causal import CausalTask
 
@@ -55,7 +55,6 @@ log = logging.getLogger("crosscloud_trainer")
 
 BETAS = (0.9, 0.95)  # of AdamW, as language models are trained
 COSINE_FLOOR = 0.1  # of the learning rate, at the end of the schedule
-LOG_SECONDS = 10.0
 
 
 def train(place: Place, environ: Mapping[str, str]) -> None:
@@ -70,7 +69,8 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
     corpus = open_corpus(Path(environ[DATA_FOLDER]), training.sequence_length)
     agree_on_data(place, corpus.summary)
     split = Split(len(corpus.train), len(run.replicas), training.batch_size, training.seed)
-    task = CausalTask(corpus, split, place.replicas.index(pod.replica), place.rank, place.ranks)
+    micro = training.micro_batch_size or training.batch_size // place.ranks
+    task = CausalTask(corpus, split, place.replicas.index(pod.replica), place.rank, place.ranks, micro)
     steps = steps_for(training.tokens, split.per_step * training.sequence_length)
 
     say(status, "building the model")
@@ -83,14 +83,14 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
 
     say(status, "meeting the other replicas")
     with meet_replicas(place, trained, corpus.summary, deadline) as meeting:
-        diloco = build_diloco(place, trained, meeting, device)
+        algorithm = build_algorithm(place, trained, meeting, device)
         if status is not None:
             status.watch(Watch(meeting, journal).live)
             status.update(activity=Activity.TRAINING, detail=None)
         if place.first and pod.metrics_port:
             serve_metrics(place, journal)
         log.info("training: %d steps of %d tokens", steps, split.per_step * training.sequence_length)
-        run_steps(place, steps, task, trained, diloco, meeting, journal, device)
+        Steps(place, task, trained, algorithm, meeting, journal, device, steps).run()
         if status is not None:
             status.update(activity=Activity.FINISHING, detail="waiting until all replicas have the last round")
         meeting.settle()
@@ -98,52 +98,12 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
         count_traffic(meeting, journal, TorchGroup(device), place)
 
     say(status, "writing checkpoint and result")
-    stored = store(place, trained, diloco, meeting, journal)
+    stored = store(place, trained, algorithm, meeting, journal)
     if status is not None:
         status.update(**stored)
         status.close()
     dist.barrier()
     engine.close()
-
-
-def run_steps(
-    place: Place,
-    steps: int,
-    task: CausalTask,
-    trained: engine.Engine,
-    diloco: DiLoCo,
-    meeting: Meeting,
-    journal: Journal,
-    device: torch.device,
-) -> None:
-    """All inner steps, with a round at the end of each window and an evaluation now and then."""
-    training = place.attempt.run.training
-    group = TorchGroup(device)
-    tokens = training.batch_size // place.ranks * training.sequence_length  # of this rank, in a step
-    shown = time.monotonic()
-    for step in range(1, steps + 1):
-        started = time.monotonic()
-        loss = trained(**task.batch(step - 1, device)).loss
-        trained.backward(loss)
-        report = trained.step()
-        assert report is not None  # one micro-batch is one inner step
-        mean = group_mean(float(loss.detach()), 1, device)
-        journal.step(mean, tokens * place.ranks, report.skipped, time.monotonic() - started)
-
-        started = time.monotonic()
-        learned = 0 if report.skipped else tokens  # an update weighs as much as what was learned from
-        done = diloco.on_step(learned, last=step == steps)
-        if done is not None:
-            trained.refresh()
-            tell_round(done, meeting, journal, group, place, time.monotonic() - started)
-
-        if step % training.evaluate_every == 0 or step == steps:
-            evaluate(task, trained, journal, device)
-        if place.first and (time.monotonic() - shown > LOG_SECONDS or step == steps):
-            shown = time.monotonic()
-            rate = journal.progress.tokens_per_second
-            loss = journal.progress.loss or float("nan")
-            log.info("step %d of %d: loss %.4f, %.0f tokens/s", step, steps, loss, rate)
 
 
 def build_engine(model: torch.nn.Module, place: Place, steps: int) -> engine.Engine:
@@ -160,71 +120,27 @@ def build_engine(model: torch.nn.Module, place: Place, steps: int) -> engine.Eng
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_cosine(step, training.warmup_steps, steps, floor)
     )
+    micro = training.micro_batch_size or training.batch_size // place.ranks
     settings = engine.EngineSettings(
-        zero_stage=place.attempt.plan.zero_stage,  # type: ignore[arg-type]  # 1 or 2, by the contract
+        zero_stage=place.attempt.plan.zero_stage,  # type: ignore[arg-type]  # 0 to 3, by the contract
         precision="bf16" if training.precision is Precision.BF16 else "fp32",
-        micro_batch_size=training.batch_size // place.ranks,
+        micro_batch_size=micro,
+        accumulation_steps=training.batch_size // place.ranks // micro,
         clip_norm=training.gradient_clipping or None,
     )
     return engine.build(model, optimizer, settings, schedule)
 
 
-def build_diloco(place: Place, trained: engine.Engine, meeting: Meeting, device: torch.device) -> DiLoCo:
-    """The outer loop as the manifest's `sync` has it."""
-    sync = place.attempt.run.sync
-    return DiLoCo(
-        trained.layout,
-        trained.shard,
-        TorchGroup(device),
-        meeting.exchange,
-        codec_named(sync.codec.value),
-        inner_steps=sync.inner_steps,
-        settings=sync.outer_optimizer,
-        error_feedback=sync.error_feedback,
-    )
-
-
-def tell_round(
-    done: RoundReport, meeting: Meeting, journal: Journal, group: TorchGroup, place: Place, seconds: float
-) -> None:
-    """Count a round and say it in the log."""
-    digest = f"{done.digest:016x}"
-    journal.round(done.round, digest, seconds)
-    count_traffic(meeting, journal, group, place)
-    if place.first:
-        word = "applied" if done.applied else "skipped by all"
-        log.info(
-            "round %d %s: digest %s, %.2f s%s",
-            done.round,
-            word,
-            digest,
-            seconds,
-            ", own update refused" if done.refused else "",
-        )
-
-
-def evaluate(task: CausalTask, trained: engine.Engine, journal: Journal, device: torch.device) -> None:
-    """Validation loss over all ranks of the replica. Collective."""
-    total, count = task.evaluate(trained.module, device)
-    mean = group_mean(total, count, device)
-    journal.validation(mean)
-
-
-def group_mean(total: float, count: int, device: torch.device) -> float:
-    """Sum of totals over sum of counts, over the ranks of the replica; NaN where nothing was counted. Collective."""
-    pair = torch.tensor([total, count], dtype=torch.float64, device=device)
-    dist.all_reduce(pair)
-    return float(pair[0] / pair[1])
-
-
-def store(place: Place, trained: engine.Engine, diloco: DiLoCo, meeting: Meeting, journal: Journal) -> dict[str, Any]:
+def store(
+    place: Place, trained: engine.Engine, algorithm: AllReduce | DiLoCo, meeting: Meeting, journal: Journal
+) -> dict[str, Any]:
     """Write this rank's part of the checkpoint; replica 0's first rank adds manifest and result. Collective."""
     run, pod = place.attempt.run, place.pod
     storage = Storage(run.storage_uri)
     where = checkpoint.CheckpointId(
-        run.digest(), run.attempt, meeting.exchange.authority.home, journal.progress.step, diloco.round
+        run.digest(), run.attempt, meeting.exchange.authority.home, journal.progress.step, algorithm.round
     )
-    chunk = checkpoint.write_chunk(storage, where, pod.replica, place.rank, _state(trained, diloco, meeting, place))
+    chunk = checkpoint.write_chunk(storage, where, pod.replica, place.rank, _state(trained, algorithm, meeting, place))
     chunks: list[Any] = [None] * place.ranks
     dist.all_gather_object(chunks, chunk)
     if not place.first:
@@ -232,7 +148,7 @@ def store(place: Place, trained: engine.Engine, diloco: DiLoCo, meeting: Meeting
     checkpoint.write_replica(storage, where, pod.replica, chunks)
     if pod.replica != place.replicas[0]:
         return {}
-    state = {"digest": f"{diloco.digest:016x}", "tokens": journal.progress.tokens * len(run.replicas)}
+    state = {"digest": f"{algorithm.digest:016x}", "tokens": journal.progress.tokens * len(run.replicas)}
     path, digest = checkpoint.write_manifest(storage, where, place.replicas, state, log.info)
     model = build_model(run.training.model, run.training.sequence_length, run.training.seed)
     result.fill(model, checkpoint.read_section(storage, where, pod.replica, checkpoint.WEIGHTS))
@@ -242,14 +158,17 @@ def store(place: Place, trained: engine.Engine, diloco: DiLoCo, meeting: Meeting
     return {"result_uri": address, "checkpoint_uri": storage.address(path), "checkpoint_digest": digest}
 
 
-def _state(trained: engine.Engine, diloco: DiLoCo, meeting: Meeting, place: Place) -> dict[str, torch.Tensor]:
+def _state(
+    trained: engine.Engine, algorithm: AllReduce | DiLoCo, meeting: Meeting, place: Place
+) -> dict[str, torch.Tensor]:
     """All that this rank would need to go on, by canonical place."""
     index, intervals = trained.index, trained.layout.shards[place.rank]
     held = trained.layout.holders.held(place.rank)
-    tensors = checkpoint.by_interval(checkpoint.WEIGHTS, index, intervals, diloco.outer.weights)
-    tensors |= checkpoint.by_interval("outer.momentum", index, intervals, diloco.outer.momentum)
-    if diloco.residual.numel():
-        tensors |= checkpoint.by_cell("residual", index, held, diloco.residual)
+    tensors = checkpoint.by_interval(checkpoint.WEIGHTS, index, intervals, algorithm.weights())
+    if isinstance(algorithm, DiLoCo):
+        tensors |= checkpoint.by_interval("outer.momentum", index, intervals, algorithm.outer.momentum)
+    if algorithm.residual.numel():
+        tensors |= checkpoint.by_cell("residual", index, held, algorithm.residual)
     reducer = meeting.reducer
     if reducer is not None and reducer.residual.numel():
         tensors |= checkpoint.by_cell("owner.residual", index, reducer.owned, reducer.residual)
@@ -296,8 +215,6 @@ def explained(fault: Exception) -> Failure:
         return Failure(ExitCode.NON_FINITE, str(fault))
     if isinstance(fault, engine.EngineError):
         return Failure(ExitCode.INVALID_INPUT, str(fault))
-    if isinstance(fault, DigestMismatchError):
-        return Failure(ExitCode.DIVERGED, str(fault))
     if isinstance(fault, dist.DistError) or (isinstance(fault, RuntimeError) and "gloo" in str(fault).lower()):
         return Failure(ExitCode.PEER_LOST, f"another rank of this replica has gone: {first_line(fault)}")
     traceback.print_exception(fault)

@@ -49,3 +49,9 @@ class ErrorFeedback:
         data, left = encode_with_residual(self._codec, values, lengths, residual)
         put(self.residual, self._lengths, positions, left)
         return data
+
+    def take_back(self, values: torch.Tensor, data: torch.Tensor) -> None:
+        """Undoes an `encode` of all cells whose bytes nobody applied: residuals are as before, but for rounding."""
+        if self._keeps:
+            decoded = self._codec.decode(data, self._lengths)
+            self.residual.add_(decoded).sub_(values).clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE)

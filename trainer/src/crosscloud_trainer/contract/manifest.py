@@ -19,12 +19,14 @@ KIND = "CrossCloudTrainingJob"
 
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 MAX_REPLICAS = 64
+INNER_STEPS = 20  # of a window, where the manifest doesn't say
 
 Fault = tuple[str, Any, str]  # path below the object, value found, what is allowed
 
 
 class Algorithm(enum.Enum):
     DILOCO = "DiLoCo"
+    ALL_REDUCE = "AllReduce"
 
 
 class CodecName(enum.Enum):
@@ -64,7 +66,7 @@ class Replica:
     """What one full copy of the model looks like. `gpus_per_stage` is the number of its ranks."""
 
     gpus_per_stage: int = rule(1, minimum=1, maximum=1024)
-    zero_stage: int = rule(1, minimum=1, maximum=2)
+    zero_stage: int = rule(1, minimum=0, maximum=3)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class ReplicaOverride:
     index: int = rule(minimum=0, maximum=MAX_REPLICAS - 1)
     members: tuple[str, ...] = rule((), pattern=NAME_PATTERN, max_length=63, max_items=16, unique="")
     gpus_per_stage: int | None = rule(None, minimum=1, maximum=1024)
-    zero_stage: int | None = rule(None, minimum=1, maximum=2)
+    zero_stage: int | None = rule(None, minimum=0, maximum=3)
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,27 @@ class TopK:
 
 @dataclass(frozen=True)
 class Sync:
-    """How replicas exchange updates over the WAN. `inner_steps` is the length of a window."""
+    """How replicas exchange updates over the WAN.
+
+    `inner_steps`, the length of a window, and `outer_optimizer` are for `DiLoCo` only: `window` and `outer` tell what
+    applies.
+    """
 
     algorithm: Algorithm = rule(Algorithm.DILOCO)
-    inner_steps: int = rule(20, minimum=1, maximum=100_000)
+    inner_steps: int | None = rule(None, minimum=1, maximum=100_000)
     codec: CodecName = rule(CodecName.INT8)
     top_k: TopK | None = rule(None)
     error_feedback: bool = rule(True)
-    outer_optimizer: OuterOptimizer = rule(factory=OuterOptimizer)
+    outer_optimizer: OuterOptimizer | None = rule(None)
+
+    @property
+    def window(self) -> int:
+        """Inner steps between two rounds."""
+        return 1 if self.algorithm is Algorithm.ALL_REDUCE else self.inner_steps or INNER_STEPS
+
+    @property
+    def outer(self) -> OuterOptimizer:
+        return self.outer_optimizer or OuterOptimizer()
 
     @property
     def codec_spec(self) -> CodecSpec:
@@ -119,6 +134,10 @@ class Sync:
         return CodecSpec(self.codec.value, settings.keep, settings.bits.value)
 
     def check(self) -> Iterator[Fault]:
+        if self.algorithm is Algorithm.ALL_REDUCE:
+            for name, value in (("innerSteps", self.inner_steps), ("outerOptimizer", self.outer_optimizer)):
+                if value is not None:
+                    yield name, dump(value), "is for algorithm DiLoCo only, and algorithm is AllReduce; leave it out"
         if self.top_k is not None and self.codec is not CodecName.TOP_K:
             yield "topK", dump(self.top_k), f"is for codec TopK only, and codec is {self.codec.value}; leave it out"
 
@@ -154,7 +173,8 @@ class Data:
 class Training:
     """What is trained and for how long.
 
-    `tokens` counts those of the whole job. `batch_size` is sequences per replica and inner step, shared by its ranks.
+    `tokens` counts those of the whole job. `batch_size` is sequences per replica and inner step, shared by its ranks;
+    each takes `micro_batch_size` at a time and accumulates gradients, or all of its share at once if that is None.
     `sequence_length` is in tokens. `gradient_clipping` is the largest norm; 0 is no clipping.
     """
 
@@ -162,6 +182,7 @@ class Training:
     data: Data = rule()
     tokens: int = rule(quantity=True, minimum=1, maximum=10**15)
     batch_size: int = rule(8, minimum=1, maximum=65_536)
+    micro_batch_size: int | None = rule(None, minimum=1, maximum=65_536)
     sequence_length: int = rule(256, minimum=8, maximum=1_048_576)
     learning_rate: float = rule(3e-4, exclusive_minimum=0, maximum=10)
     schedule: Schedule = rule(Schedule.COSINE)
@@ -233,3 +254,7 @@ class JobSpec:
             if self.training.batch_size % ranks:
                 allowed = f"must be a multiple of the ranks of every replica; one has {ranks}"
                 yield "training.batchSize", self.training.batch_size, allowed
+            elif (self.training.batch_size // ranks) % (self.training.micro_batch_size or 1):
+                share = self.training.batch_size // ranks
+                allowed = f"must divide the share of batchSize that each rank of every replica has; one has {share}"
+                yield "training.microBatchSize", self.training.micro_batch_size, allowed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,26 +18,35 @@ EVALUATION_SEQUENCES = 128  # enough for a steady mean, few enough to cost no mo
 class CausalTask:
     """Batches of one rank. A batch is what a `transformers` model takes: ids and labels, shape (n, sequence_length)."""
 
-    def __init__(self, corpus: Corpus, split: Split, replica: int, rank: int, ranks: int) -> None:
+    def __init__(self, corpus: Corpus, split: Split, replica: int, rank: int, ranks: int, micro: int) -> None:
+        """`micro` is the number of sequences in one micro-batch of a rank."""
+        self._micro = micro
         self._corpus = corpus
         self._split = split
         self._replica, self._rank, self._ranks = replica, rank, ranks
 
-    def batch(self, step: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """This rank's share of inner step `step` (from 0)."""
+    def micro_batches(self, step: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+        """This rank's share of inner step `step` (from 0), a micro-batch at a time."""
         chosen = self._split.of_rank(step, self._replica, self._rank, self._ranks)
-        return _as_batch(self._corpus.train[chosen], device)
+        for first in range(0, len(chosen), self._micro):
+            yield _as_batch(self._corpus.train[chosen[first : first + self._micro]], device)
 
     def evaluate(self, model: Any, device: torch.device) -> tuple[float, int]:
-        """(sum of this rank's validation losses, sequences that it saw); dropout is off meanwhile."""
-        share = evaluation_share(len(self._corpus.validation), EVALUATION_SEQUENCES, self._rank, self._ranks)
-        size = self._split.batch_size // self._ranks
+        """(sum of this rank's validation losses, sequences that it saw); dropout is off meanwhile.
+
+        All ranks go through the model equally often, since under ZeRO 3 each time is collective.
+        """
+        shares = [
+            evaluation_share(len(self._corpus.validation), EVALUATION_SEQUENCES, rank, self._ranks)
+            for rank in range(self._ranks)
+        ]
+        share, longest = shares[self._rank], max(map(len, shares))
         total = 0.0
         model.eval()
         with torch.no_grad():
-            for first in range(0, len(share), size):
-                chosen = share[first : first + size]
-                batch = _as_batch(self._corpus.validation[chosen], device)
+            for first in range(0, longest, self._micro):
+                chosen = share[first : first + self._micro]
+                batch = _as_batch(self._corpus.validation[chosen if len(chosen) else shares[0][:1]], device)
                 total += float(model(**batch).loss) * len(chosen)
         model.train()
         return total, len(share)

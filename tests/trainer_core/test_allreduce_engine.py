@@ -1,0 +1,64 @@
+"""`AllReduce` with real DeepSpeed ranks over gloo, beside torch's DDP on the same global batch."""
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from trainer_core.launch import Replica
+
+STEPS = 50
+CLIP_NORM = 0.5
+JOBS = {
+    "two": ([2, 1], [2, 0]),
+    "three": ([1, 1, 1], [0, 1, 3]),
+    "five": ([1, 1, 1, 1, 1], [0, 1, 2, 3, 0]),
+}
+"""By name: ranks and ZeRO stage of each replica."""
+HOSTS = {"two": ["pair", 0], "three": [0, 1, 2], "five": [0, 1, 2, 3, 4]}
+"""Which processes run the replicas: a replica of two ranks, and five of one; to start them takes the longest."""
+BAD_STEP = 3
+
+
+@pytest.fixture(scope="module")
+def ours():
+    """What all replicas of all jobs did, by name."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(minutes=10), wait_for_workers=False)
+    plans = {host: [] for host in ["pair", *range(5)]}
+    for name, (ranks, stages) in JOBS.items():
+        for number, stage in enumerate(stages):
+            arguments = {"port": store.port, "name": name, "replica": number, "ranks": ranks, "stage": stage}
+            more = {"steps": STEPS, "clip_norm": CLIP_NORM}
+            plans[HOSTS[name][number]].append([name, "allreduce_replica", {**arguments, **more}])
+            if name == "two":
+                more = {"name": "spoilt", "steps": 6, "clip_norm": CLIP_NORM, "codec": "Int8", "bad_step": BAD_STEP}
+                plans[HOSTS[name][number]].append(["spoilt", "allreduce_replica", {**arguments, **more}])
+    started = {host: Replica("our_engine.py", 2 if host == "pair" else 1, plan) for host, plan in plans.items()}
+    results = {host: replica.result() for host, replica in started.items()}
+    found = {name: [results[host][name] for host in hosts] for name, hosts in HOSTS.items()}
+    return {**found, "spoilt": [results[host]["spoilt"] for host in HOSTS["two"]]}
+
+
+@pytest.fixture(scope="module")
+def ddp():
+    """Losses of all ranks of DDP, by name."""
+    plan = [[name, list(range(sum(ranks))), STEPS, CLIP_NORM] for name, (ranks, _) in JOBS.items()]
+    return Replica("plain_ddp.py", 5, plan).result()
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_losses_are_those_of_ddp_on_the_same_global_batch(name, ours, ddp):
+    found = [losses for replica in ours[name] for losses in replica["losses"]]
+    assert len(found) == len(ddp[name]) == sum(JOBS[name][0])
+    for mine, theirs in zip(found, ddp[name], strict=True):
+        assert len(mine) == STEPS
+        assert list(map(float.fromhex, mine)) == pytest.approx(list(map(float.fromhex, theirs)), rel=1e-6)
+    assert len({tuple(replica["digests"]) for replica in ours[name]}) == 1
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all_replicas_and_by_the_schedule(ours):
+    first, second = ours["spoilt"]
+    for replica in (first, second):
+        assert replica["applied"] == [[number != BAD_STEP, number != BAD_STEP] for number in range(1, 7)]
+        assert replica["rates"][BAD_STEP - 1] == replica["rates"][BAD_STEP] != replica["rates"][BAD_STEP + 1]
+    assert first["digests"] == second["digests"]
+    assert first["rates"] == second["rates"]

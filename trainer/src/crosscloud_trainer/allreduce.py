@@ -1,0 +1,155 @@
+"""AllReduce: replicas exchange their gradients before every inner step, so that all of them take the same step.
+
+A round is one inner step. In it, on every rank of every replica of the view:
+
+1. DeepSpeed has averaged the gradient over the replica's ranks; the ranks agree whether it can be encoded. A replica
+   whose gradient isn't finite takes part with weight 0 and no payload, and then all replicas skip the step;
+2. parts of cells go to their holders, which encode them with error feedback;
+3. the exchange brings each holder the mean gradient of its cells, weighted by tokens;
+4. holders pass the encoded result on, each rank decodes its own elements into its gradient;
+5. one collective brings every cell's sum of squares to all ranks, which add them in canonical order: the norm for
+   clipping is the same number in all replicas, whatever their layouts.
+
+The user's optimizer then steps on the same gradient everywhere. Its arithmetic isn't ours, so unlike hardware may drift
+apart in the last bits; the digest therefore chains what was agreed (results and participants), not the weights.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from crosscloud_trainer.agreement import agree
+from crosscloud_trainer.compress import Codec, EncodedCells, ErrorFeedback
+from crosscloud_trainer.compress.codec import Lengths, encodable, runs
+from crosscloud_trainer.exchange import RoundExchange, RoundReport, RoundRequest, RoundResult
+from crosscloud_trainer.group import ReplicaGroup
+from crosscloud_trainer.holding import Holding
+from crosscloud_trainer.layout import ReplicaLayout
+from crosscloud_trainer.shard import DIGEST_BITS, Shard, digest
+
+_CHAIN = 0x9E3779B97F4A7C15  # odd, so that no history is lost: the multiplier of SplitMix64
+
+
+class AllReduce:
+    """The algorithm on one rank: the engine's `exchange`, with `on_step` called after every inner step."""
+
+    rewrites_weights = False
+
+    def __init__(
+        self,
+        layout: ReplicaLayout,
+        shard: Shard,
+        group: ReplicaGroup,
+        exchange: RoundExchange,
+        codec: Codec,
+        *,
+        tokens: int,
+        error_feedback: bool = True,
+    ) -> None:
+        """`tokens` is what the whole replica trains on in a step; `shard` the fp32 weights, of which replicas start
+        with equal ones.
+        """
+        self.round = 0
+        self._shard = shard
+        self._group = group
+        self._exchange = exchange
+        self._codec = codec
+        self._tokens = tokens
+        self._layout = layout
+        self._holding = Holding(layout, group, codec)
+        self._feedback = ErrorFeedback(codec, self._holding.lengths, shard.device, enabled=error_feedback)
+        self._report: RoundReport | None = None
+        self.digest = self._weights_digest()
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """What encoding has lost so far of the cells that this rank holds, flat fp32; empty without error
+        feedback.
+        """
+        return self._feedback.residual
+
+    @property
+    def alone(self) -> bool:
+        """A view of one: nobody to exchange with, so that the engine shouldn't ask."""
+        return len(self._exchange.view) == 1
+
+    def weights(self) -> torch.Tensor:
+        """This rank's part of the weights that all replicas have, compact flat fp32."""
+        return self._shard.read()
+
+    def on_step(self, tokens: int, *, last: bool = False) -> RoundReport | None:  # noqa: ARG002 - as in DiLoCo
+        """The round of the inner step that has just been done; None in a view of one, but for the last step."""
+        if self.alone:
+            if not last:
+                return None
+            self.round += 1
+            self.digest = self._weights_digest()
+            self._report = self._told({self._exchange.replica: self._tokens}, None, applied=True)
+            self._exchange.prepared(self.round)
+        report, self._report = self._report, None
+        assert report is not None, "the engine has not asked for the exchange of this step"
+        return report
+
+    def reduce(self, gradient: Shard) -> float | None:
+        """Replaces the replica's gradient by the mean of all replicas; returns the mean's norm over the whole model,
+        or None if all replicas skip the step.
+        """
+        values = gradient.read()
+        if self._group.total([int(not encodable(values))])[0]:
+            self.skip()
+            return None
+        held = self._holding.gather(values)
+        data = self._feedback.encode(held)
+        payload = EncodedCells(self._codec, self._holding.ids, self._holding.lengths, data.cpu())
+        answer = self._ask(payload)
+        if answer.result is None or not all(answer.weights.values()):
+            self._feedback.take_back(held, data)
+            self._end(answer, payload, agreed=0, applied=False)
+            return None
+        means = self._holding.decode(answer.result, gradient.device)
+        gradient.write(self._holding.spread(answer.result, means))
+        squares = torch.zeros(self._layout.index.cells, dtype=torch.float64, device=gradient.device)
+        squares[torch.from_numpy(answer.result.ids).to(gradient.device)] = _squares(means, answer.result.lengths)
+        squares = self._group.sums(squares)
+        norm = float(np.sqrt(np.add.reduce(squares.cpu().numpy())))
+        self._end(answer, payload, digest(gradient.index, gradient.intervals, [gradient.read()]), applied=True)
+        return norm
+
+    def skip(self) -> None:
+        """Takes part in the round without a gradient: all replicas skip the step."""
+        self._end(self._ask(None), None, agreed=0, applied=False)
+
+    def _ask(self, payload: EncodedCells | None) -> RoundResult:
+        self.round += 1
+        weight = self._tokens if payload is not None else 0
+        return self._exchange.exchange(RoundRequest(self.round, weight, payload, self.digest))
+
+    def _end(self, answer: RoundResult, payload: EncodedCells | None, agreed: int, *, applied: bool) -> None:
+        """The replica has prepared the round: all its ranks have what they need."""
+        _, whole = agree(self._group, [], agreed)
+        participants = sum(weight * _CHAIN ** (replica + 1) for replica, weight in answer.weights.items())
+        self.digest = (self.digest * _CHAIN + whole + participants) % (1 << DIGEST_BITS)
+        self._exchange.prepared(self.round)
+        self._report = self._told(answer.weights, payload, applied=applied)
+
+    def _told(self, weights: Mapping[int, int], payload: EncodedCells | None, *, applied: bool) -> RoundReport:
+        nbytes = payload.nbytes if payload else 0
+        return RoundReport(
+            self.round, self.digest, weights, nbytes, refused=not weights[self._exchange.replica], applied=applied
+        )
+
+    def _weights_digest(self) -> int:
+        own = digest(self._shard.index, self._shard.intervals, [self._shard.read()])
+        return agree(self._group, [], own)[1]
+
+
+def _squares(values: torch.Tensor, lengths: Lengths) -> torch.Tensor:
+    """Sum of squares of each cell, in fp64, of cells whose values lie end to end."""
+    sums = []
+    position = 0
+    for cells, length in runs(lengths):
+        block = values[position : position + cells * length].view(cells, length)
+        sums.append(block.double().square_().sum(dim=1))
+        position += cells * length
+    return torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64, device=values.device)

@@ -1,0 +1,144 @@
+"""The inner steps of a run, in order, with what belongs to each: exchange, evaluation, progress."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from crosscloud_trainer import engine
+from crosscloud_trainer.allreduce import AllReduce
+from crosscloud_trainer.compress import codec_of
+from crosscloud_trainer.contract import Algorithm
+from crosscloud_trainer.diloco import DiLoCo
+from crosscloud_trainer.exchange import RoundReport
+from crosscloud_trainer.group import TorchGroup
+from crosscloud_trainer.journal import Journal
+from crosscloud_trainer.meeting import Meeting, Place, count_traffic
+from crosscloud_trainer.tasks.causal import CausalTask
+
+log = logging.getLogger("crosscloud_trainer")
+
+LOG_SECONDS = 10.0
+TRAFFIC_STEPS = 10  # under AllReduce, whose rounds are too many to count bytes after each
+
+
+@dataclass
+class Steps:
+    """All that a rank needs for its steps. Every method is called by all ranks of the replica."""
+
+    place: Place
+    task: CausalTask
+    trained: engine.Engine
+    algorithm: AllReduce | DiLoCo
+    meeting: Meeting
+    journal: Journal
+    device: torch.device
+    steps: int
+
+    def __post_init__(self) -> None:
+        self._group = TorchGroup(self.device)
+        training = self.place.attempt.run.training
+        self._tokens = training.batch_size // self.place.ranks * training.sequence_length  # of this rank, in a step
+        self._shown = time.monotonic()
+
+    def run(self) -> None:
+        """From the first step to the last."""
+        for number in range(1, self.steps + 1):
+            learned = self._learn(number)
+            self._exchange(learned, last=number == self.steps)
+            if number % self.place.attempt.run.training.evaluate_every == 0 or number == self.steps:
+                self._evaluate()
+            self._say(number)
+
+    def _learn(self, number: int) -> int:
+        """One inner step; returns the tokens of this rank that the replica has learned from in it."""
+        started = time.monotonic()
+        losses = []
+        report = None
+        for batch in self.task.micro_batches(number - 1, self.device):
+            loss = self.trained(**batch).loss
+            losses.append(loss.detach())
+            self.trained.backward(loss)
+            report = self.trained.step()
+        assert report is not None, "the micro-batches of a step are as many as the engine accumulates"
+        mean = group_mean(float(torch.stack(losses).mean()), 1, self.device)
+        self.journal.step(mean, self._tokens * self.place.ranks, report.skipped, time.monotonic() - started)
+        return learned_tokens(report, self._tokens)
+
+    def _exchange(self, learned: int, *, last: bool) -> None:
+        started = time.monotonic()
+        done = self.algorithm.on_step(learned, last=last)
+        if done is None:
+            return
+        if self.algorithm.rewrites_weights:
+            self.trained.refresh()
+        seconds = time.monotonic() - started
+        self.journal.round(done.round, f"{done.digest:016x}", seconds)
+        if self.algorithm.rewrites_weights:
+            self._tell(done, seconds)
+        if self.algorithm.rewrites_weights or last or done.round % TRAFFIC_STEPS == 0:
+            count_traffic(self.meeting, self.journal, self._group, self.place)
+
+    def _tell(self, done: RoundReport, seconds: float) -> None:
+        if self.place.first:
+            word = "applied" if done.applied else "skipped by all"
+            refused = ", own update refused" if done.refused else ""
+            log.info("round %d %s: digest %016x, %.2f s%s", done.round, word, done.digest, seconds, refused)
+
+    def _evaluate(self) -> None:
+        """Validation loss over all ranks of the replica."""
+        total, count = self.task.evaluate(self.trained.module, self.device)
+        self.journal.validation(group_mean(total, count, self.device))
+
+    def _say(self, number: int) -> None:
+        if self.place.first and (time.monotonic() - self._shown > LOG_SECONDS or number == self.steps):
+            self._shown = time.monotonic()
+            rate = self.journal.progress.tokens_per_second
+            loss = self.journal.progress.loss or float("nan")
+            log.info("step %d of %d: loss %.4f, %.0f tokens/s", number, self.steps, loss, rate)
+
+
+def learned_tokens(report: engine.StepReport, tokens: int) -> int:
+    """What a step adds to the weight of the replica's update: nothing if it was skipped."""
+    return tokens if report.applied else 0
+
+
+def build_algorithm(place: Place, trained: engine.Engine, meeting: Meeting, device: torch.device) -> AllReduce | DiLoCo:
+    """What the manifest's `sync` asks for."""
+    run = place.attempt.run
+    sync, training = run.sync, run.training
+    group, codec = TorchGroup(device), codec_of(sync.codec_spec)
+    if sync.algorithm is Algorithm.DILOCO:
+        return DiLoCo(
+            trained.layout,
+            trained.shard,
+            group,
+            meeting.exchange,
+            codec,
+            inner_steps=sync.window,
+            settings=sync.outer,
+            error_feedback=sync.error_feedback,
+        )
+    algorithm = AllReduce(
+        trained.layout,
+        trained.shard,
+        group,
+        meeting.exchange,
+        codec,
+        tokens=training.batch_size * training.sequence_length,
+        error_feedback=sync.error_feedback,
+    )
+    if not algorithm.alone:
+        trained.exchange = algorithm
+    return algorithm
+
+
+def group_mean(total: float, count: int, device: torch.device) -> float:
+    """Sum of totals over sum of counts, over the ranks of the replica; NaN where nothing was counted. Collective."""
+    pair = torch.tensor([total, count], dtype=torch.float64, device=device)
+    dist.all_reduce(pair)
+    return float(pair[0] / pair[1])
