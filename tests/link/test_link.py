@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from link.yard import DEADLINE, QUICK, Yard, until, wan
+from link.yard import DEADLINE, QUICK, Wan, Yard, until, wan
 
 from crosscloud_trainer.contract import ExitCode
 from crosscloud_trainer.link import (
@@ -25,6 +27,14 @@ from crosscloud_trainer.link import (
 )
 
 ZERO, ONE = RankId(0, 0, 0, 0), RankId(1, 0, 0, 0)
+
+
+@contextmanager
+def crossed(yard: Yard) -> Iterator[tuple[Wan, Link, Link]]:
+    """Replica 0 dials replica 1 over a WAN: the road, and both links."""
+    with yard.behind_wan(1) as road, yard.link(0) as zero, yard.link(1) as one:
+        zero.connect(ONE)
+        yield road, zero, one
 
 
 def take(link: Link) -> Message:
@@ -64,25 +74,21 @@ def test_messages_of_all_sizes_arrive_whole_and_in_order_in_both_directions(tmp_
 
 def test_a_silent_cut_is_noticed_and_everything_arrives_once_after_it_heals(tmp_path: Path) -> None:
     yard = Yard(tmp_path)
-    with wan(yard.ports[1]) as road:
-        yard.gateways[1] = road.port
-        yard.write()
-        with yard.link(0) as zero, yard.link(1) as one:
-            zero.connect(ONE)
-            zero.send(ONE, Message(MessageType.VIEW, b"before"))
-            assert take(one).head == b"before"
-            road.cut()
-            body = random.Random(1).randbytes(2_000_000)
-            zero.send(ONE, Message(MessageType.PAYLOAD, b"during", body))
-            one.send(ZERO, Message(MessageType.VIEW, b"back"))
-            until(lambda: not zero.states()[ONE].connected, "the dialler notices the cut")
-            until(lambda: not one.states()[ZERO].connected, "the listener notices the cut")
-            road.heal()
-            there = take(one)
-            assert (there.head, bytes(there.body)) == (b"during", body)
-            assert take(zero).head == b"back"
-            assert one.receive(0.2) is None
-            assert zero.states()[ONE].connections >= 2
+    with crossed(yard) as (road, zero, one):
+        zero.send(ONE, Message(MessageType.VIEW, b"before"))
+        assert take(one).head == b"before"
+        road.cut()
+        body = random.Random(1).randbytes(2_000_000)
+        zero.send(ONE, Message(MessageType.PAYLOAD, b"during", body))
+        one.send(ZERO, Message(MessageType.VIEW, b"back"))
+        until(lambda: not zero.states()[ONE].connected, "the dialler notices the cut")
+        until(lambda: not one.states()[ZERO].connected, "the listener notices the cut")
+        road.heal()
+        there = take(one)
+        assert (there.head, bytes(there.body)) == (b"during", body)
+        assert take(zero).head == b"back"
+        assert one.receive(0.2) is None
+        assert zero.states()[ONE].connections >= 2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -90,22 +96,18 @@ def test_connections_that_break_anywhere_lose_and_double_nothing(tmp_path: Path,
     """Breaks within TLS handshakes, frame headers, heads and bodies alike: bytes are cut at random places."""
     yard = Yard(tmp_path)
     chance = random.Random(seed)
-    with wan(yard.ports[1]) as road:
-        yard.gateways[1] = road.port
-        yard.write()
-        with yard.link(0) as zero, yard.link(1) as one:
-            zero.connect(ONE)
-            for number in range(40):
-                road.break_after(chance.choice([1, 5, 300, 1500, 2500, 4000, 20_000, 150_000]))
-                body = chance.randbytes(chance.choice([0, 10, 1000, 300_000]))
-                zero.send(ONE, Message(MessageType.PAYLOAD, bytes([number]), body))
-                one.send(ZERO, Message(MessageType.RESULT, bytes([number]), body))
-                there, back = take(one), take(zero)
-                assert there.head == back.head == bytes([number])
-                assert bytes(there.body) == bytes(back.body) == body
-            assert one.receive(0.1) is None
-            assert zero.receive(0.1) is None
-            assert road.breaks >= 10
+    with crossed(yard) as (road, zero, one):
+        for number in range(40):
+            road.break_after(chance.choice([1, 5, 300, 1500, 2500, 4000, 20_000, 150_000]))
+            body = chance.randbytes(chance.choice([0, 10, 1000, 300_000]))
+            zero.send(ONE, Message(MessageType.PAYLOAD, bytes([number]), body))
+            one.send(ZERO, Message(MessageType.RESULT, bytes([number]), body))
+            there, back = take(one), take(zero)
+            assert there.head == back.head == bytes([number])
+            assert bytes(there.body) == bytes(back.body) == body
+        assert one.receive(0.1) is None
+        assert zero.receive(0.1) is None
+        assert road.breaks >= 10
         assert "garbage" not in one.refusals()
 
 
@@ -174,10 +176,8 @@ def test_a_host_name_that_can_t_be_one_is_told_and_dialled_again_like_any_other_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     yard = Yard(tmp_path)
-    with wan(yard.ports[1]) as road, yard.link(1) as one:
-        yard.gateways[1] = road.port
+    with yard.behind_wan(1) as road, yard.link(1) as one:
         right = f"127.0.0.1:{road.port}"
-        yard.write()
         yard.peers.write_text(yard.peers.read_text().replace(right, f"east..west:{road.port}"))
         with yard.link(0) as zero:
             zero.connect(ONE)
@@ -235,18 +235,14 @@ def test_an_end_as_it_should_be_brings_all_acknowledgements_and_no_complaint(
 
 def test_a_lost_link_and_its_return_are_told_once_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     yard = Yard(tmp_path)
-    with wan(yard.ports[1]) as road:
-        yard.gateways[1] = road.port
-        yard.write()
-        with yard.link(0) as zero, yard.link(1) as one:
-            zero.connect(ONE)
-            zero.send(ONE, Message(MessageType.VIEW, b"before"))
-            assert take(one).head == b"before"
-            road.cut()
-            until(lambda: not zero.states()[ONE].connected, "the cut is noticed")
-            road.heal()
-            zero.send(ONE, Message(MessageType.VIEW, b"after"))
-            assert take(one).head == b"after"
+    with crossed(yard) as (road, zero, one):
+        zero.send(ONE, Message(MessageType.VIEW, b"before"))
+        assert take(one).head == b"before"
+        road.cut()
+        until(lambda: not zero.states()[ONE].connected, "the cut is noticed")
+        road.heal()
+        zero.send(ONE, Message(MessageType.VIEW, b"after"))
+        assert take(one).head == b"after"
     said = [record.getMessage() for record in caplog.records if str(ONE) in record.getMessage()]
     assert len(said) == 2
     assert said[0].startswith(f"lost the link with {ONE}: not heard for 1.")
@@ -255,11 +251,8 @@ def test_a_lost_link_and_its_return_are_told_once_each(tmp_path: Path, caplog: p
 
 def test_a_link_closes_at_any_moment_of_its_handshakes(tmp_path: Path) -> None:
     """Also while it is being refused, when its own failure closes it."""
-    now, old = Yard(tmp_path / "now", attempt=2), Yard(tmp_path / "old")
-    old.authority, old.ports = now.authority, {0: Yard._ports(1), 1: now.ports[1]}
-    for replica in (0, 1):
-        old.issue(old.identity(replica), old.tls(replica))
-    old.write()
+    now = Yard(tmp_path / "now", attempt=2)
+    old = now.of_attempt(1, tmp_path / "old")
     chance = random.Random(0)
     with now.link(1):
         for yard in [now, old] * 15:

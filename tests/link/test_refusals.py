@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import socket
 import ssl
-import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from link.yard import DEADLINE, QUICK, Yard, until
+from link.dialler import HELLO, ONE, REFUSE, Dialler, counted, frame, hello, still_serves
+from link.yard import DEADLINE, QUICK, Yard
 
 from crosscloud_trainer.contract import ExitCode
 from crosscloud_trainer.link import (
@@ -25,104 +24,10 @@ from crosscloud_trainer.link import (
     LinkSettings,
     Message,
     MessageType,
-    RankId,
     Received,
 )
 from crosscloud_trainer.link.refusals import Refusals
 from crosscloud_trainer.pki import CertificateAuthority
-
-ZERO, ONE = RankId(0, 0, 0, 0), RankId(1, 0, 0, 0)
-FRAME = struct.Struct("!HBBIQQ")
-HELLO, REFUSE, HEARTBEAT, DATA = 1, 2, 3, 4
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Yard:
-    return Yard(tmp_path)
-
-
-@pytest.fixture
-def one(yard: Yard) -> Iterator[Link]:
-    """The listener under attack."""
-    with yard.link(1) as link:
-        yield link
-
-
-def hello(yard: Yard, **changes: object) -> bytes:
-    """The handshake of replica 0, written by hand."""
-    said = {
-        "protocol": 1, "job": yard.uid, "attempt": 1, "replica": 0, "stage": 0, "node": 0, "localRank": 0,
-        "incarnation": 1, "to": "replica 1 stage 0 node 0 rank 0", "home": 1, "term": 0, "view": 0,
-        "agreement": {"run document": "d1"}, "session": 77, "peerSession": 0, "received": 0,
-    }  # fmt: skip
-    return json.dumps({**said, **changes}).encode()
-
-
-def frame(kind: int, body: bytes = b"", *, sequence: int = 0, flags: int = 0, length: int | None = None) -> bytes:
-    return FRAME.pack(0xCC11, kind, flags, len(body) if length is None else length, sequence, 0) + body
-
-
-def data(sequence: int, kind: int, body: bytes, *, total: int | None = None, flags: int = 1) -> bytes:
-    start = struct.pack("!BxHQ", kind, 0, len(body) if total is None else total)
-    return frame(DATA, start + body, sequence=sequence, flags=flags)
-
-
-class Dialler:
-    """A client that speaks TLS well and whatever a test wants after it."""
-
-    def __init__(self, yard: Yard, folder: Path, minimum: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        context.maximum_version = minimum
-        if (folder / "tls.crt").exists():
-            context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
-        self.socket = context.wrap_socket(socket.create_connection(("127.0.0.1", yard.ports[1]), DEADLINE))
-
-    def say(self, *parts: bytes) -> None:
-        self.socket.sendall(b"".join(parts))
-
-    def hear(self) -> tuple[int, bytes]:
-        """(type, body) of the next frame; (0, b"") at the end."""
-        header = self._exactly(FRAME.size)
-        if len(header) < FRAME.size:
-            return 0, b""
-        _, kind, _, length, _, _ = FRAME.unpack(header)
-        return kind, self._exactly(length)
-
-    def _exactly(self, count: int) -> bytes:
-        found = b""
-        try:
-            while len(found) < count and (part := self.socket.recv(count - len(found))):
-                found += part
-        except OSError:
-            pass
-        return found
-
-    def ended(self) -> bool:
-        """Whether the listener ends the connection."""
-        while self.hear()[0]:
-            pass
-        return True
-
-    def __enter__(self) -> Dialler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-
-
-def counted(link: Link, reason: str, count: int = 1) -> None:
-    until(lambda: link.refusals().get(reason, 0) >= count, f"{count} x {reason!r} in {link.refusals()}")
-
-
-def still_serves(yard: Yard, one: Link) -> None:
-    """Replica 0 is met and heard as if nothing had happened."""
-    with yard.link(0) as zero:
-        zero.connect(ONE)
-        zero.send(ONE, Message(MessageType.VIEW, b"still there"))
-        while not (isinstance(event := one.receive(DEADLINE), Received) and event.message.head == b"still there"):
-            assert event is not None
-
 
 # certificates
 
@@ -218,13 +123,7 @@ def test_another_job_with_the_same_authority_is_refused(yard: Yard, one: Link, t
 def test_an_older_attempt_is_refused_and_told_that_it_is_fenced(tmp_path: Path) -> None:
     now = Yard(tmp_path / "now", attempt=2)
     with now.link(1) as one:
-        old = Yard(tmp_path / "old", attempt=1)
-        old.authority, old.ports = now.authority, now.ports
-        old.ports[0] = Yard._ports(1)
-        for replica in (0, 1):
-            old.issue(old.identity(replica), old.tls(replica))
-        old.write()
-        with old.link(0) as zero:
+        with now.of_attempt(1, tmp_path / "old").link(0) as zero:
             zero.connect(ONE)
             with pytest.raises(Fenced, match="attempt: found 2, this is 1") as caught:
                 zero.receive(DEADLINE)
@@ -284,121 +183,6 @@ def test_ranks_that_run_unlike_things_both_end_and_say_what_differs(yard: Yard) 
         assert "schedule: " in str(fault)
         assert "run document" not in str(fault)
         assert fault.exit_code == ExitCode.INVALID_INPUT
-
-
-# bytes
-
-
-def raw(yard: Yard, content: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", yard.ports[1]), DEADLINE) as plain:
-        plain.sendall(content)
-        plain.shutdown(socket.SHUT_WR)
-        plain.settimeout(DEADLINE)
-        try:
-            while plain.recv(4096):
-                pass
-        except OSError:
-            pass
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", random.Random(1).randbytes(3000), b"SSH-2.0-OpenSSH_9.2\r\n", b"\x00" * 500],
-    ids=["http", "noise", "ssh", "zeros"],
-)
-def test_what_is_no_tls_is_refused(yard: Yard, one: Link, content: bytes) -> None:
-    raw(yard, content)
-    until(lambda: sum(one.refusals().values()) == 1, f"a refusal, has {one.refusals()}")
-    still_serves(yard, one)
-
-
-def test_a_port_scan_is_harmless(yard: Yard, one: Link) -> None:
-    for _ in range(20):
-        raw(yard, b"")
-    still_serves(yard, one)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        pytest.param(b"\x00" * 24, "garbage", id="zeros"),
-        pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "garbage", id="http"),
-        pytest.param(frame(99), "unknown type", id="unknown frame type"),
-        pytest.param(frame(DATA, b"x", sequence=1, flags=1), "garbage", id="data first"),
-        pytest.param(frame(HEARTBEAT), "garbage", id="heartbeat first"),
-        pytest.param(frame(HELLO, b"", length=2**31), "oversize", id="length of gigabytes"),
-        pytest.param(frame(HELLO, b"{"), "garbage", id="half JSON"),
-        pytest.param(frame(HELLO, b"[" * 16000), "garbage", id="deep JSON"),
-        pytest.param(frame(HELLO, b"[1]"), "garbage", id="a list"),
-        pytest.param(frame(HELLO, b'{"protocol": 1}'), "garbage", id="missing fields"),
-        pytest.param(frame(HELLO, b"\xff\xfe"), "garbage", id="no UTF-8"),
-        pytest.param(frame(REFUSE, b"{}"), "garbage", id="empty refusal"),
-        pytest.param(frame(HELLO, b"{}", length=5000), "truncated", id="cut in the body"),
-        pytest.param(FRAME.pack(0xCC11, HELLO, 0, 10, 0, 0)[:11], "truncated", id="cut in the header"),
-    ],
-)
-def test_a_handshake_of_a_pod_of_ours_that_is_garbage_is_refused(
-    yard: Yard, one: Link, words: bytes, reason: str
-) -> None:
-    with Dialler(yard, yard.tls(0)) as dialler:
-        dialler.say(words)
-        if reason != "truncated":
-            assert dialler.ended()
-    counted(one, reason)
-    assert one.states() == {}
-    still_serves(yard, one)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        pytest.param(b"\x00" * 24, "garbage", id="zeros"),
-        pytest.param(frame(99), "unknown type", id="unknown frame type"),
-        pytest.param(frame(HELLO, b"{}"), "garbage", id="second handshake"),
-        pytest.param(data(1, 250, b""), "unknown type", id="unknown message type"),
-        pytest.param(data(2, 4, b"x"), "garbage", id="gap in sequence"),
-        pytest.param(data(1, 4, b"x", flags=0), "garbage", id="continues nothing"),
-        pytest.param(data(1, 4, b"x", flags=3), "garbage", id="unknown flags"),
-        pytest.param(data(1, 4, b"xx", total=1), "garbage", id="body too long"),
-        pytest.param(data(1, 4, b"x", total=2**40), "oversize", id="total of terabytes"),
-        pytest.param(frame(DATA, b"", sequence=1, flags=1, length=2**30), "oversize", id="length of gigabytes"),
-        pytest.param(
-            frame(DATA, struct.pack("!BxHQ", 4, 60000, 0), sequence=1, flags=1), "oversize", id="head too long"
-        ),
-        pytest.param(frame(DATA, struct.pack("!BxHQ", 4, 90, 0), sequence=1, flags=1), "garbage", id="head cut short"),
-        pytest.param(frame(DATA, b"xy", sequence=1, flags=1), "garbage", id="start cut short"),
-        pytest.param(data(1, 4, b"first", total=9) + data(2, 4, b"again"), "garbage", id="starts twice"),
-        pytest.param(FRAME.pack(0xCC11, HEARTBEAT, 0, 0, 0, 5), "garbage", id="acknowledges what was not sent"),
-        pytest.param(frame(HEARTBEAT, b"x"), "oversize", id="heartbeat with body"),
-    ],
-)
-def test_an_established_stream_that_breaks_the_protocol_is_ended(
-    yard: Yard, one: Link, words: bytes, reason: str
-) -> None:
-    with Dialler(yard, yard.tls(0)) as dialler:
-        dialler.say(frame(HELLO, hello(yard)))
-        assert dialler.hear()[0] == HELLO
-        dialler.say(words)
-        assert dialler.ended()
-    counted(one, reason)
-    assert one.receive(0.05) is None
-    still_serves(yard, one)
-
-
-def test_messages_of_a_hand_written_peer_arrive(yard: Yard, one: Link) -> None:
-    """The other tests' hand-written frames would be accepted if they were not wrong."""
-    with Dialler(yard, yard.tls(0)) as dialler:
-        dialler.say(frame(HELLO, hello(yard)))
-        assert dialler.hear()[0] == HELLO
-        dialler.say(data(1, 4, b"first", total=9), frame(DATA, b"rest", sequence=2), data(3, 1, b""), data(3, 1, b""))
-        event = one.receive(DEADLINE)
-        assert isinstance(event, Received)
-        assert (event.message.type, bytes(event.message.body)) == (MessageType.PAYLOAD, b"firstrest")
-        event = one.receive(DEADLINE)
-        assert isinstance(event, Received)
-        assert event.message.type is MessageType.VIEW
-        assert one.receive(0.1) is None
-    assert one.refusals() == {}
 
 
 # slow ones and many

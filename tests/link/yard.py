@@ -49,6 +49,23 @@ class Yard:
             self.issue(self.identity(replica), self.tls(replica))
         self.write()
 
+    def of_attempt(self, attempt: int, folder: Path) -> Yard:
+        """The pods of another attempt of the job, who meet those of this one at replica 1's port."""
+        other = Yard(folder, attempt=attempt)
+        other.authority, other.ports = self.authority, {0: self._ports(1), 1: self.ports[1]}
+        for replica in other.ports:
+            other.issue(other.identity(replica), other.tls(replica))
+        other.write()
+        return other
+
+    @contextlib.contextmanager
+    def behind_wan(self, replica: int) -> Iterator[Wan]:
+        """A WAN in front of a replica, by which the others reach it from now on."""
+        with wan(self.ports[replica]) as road:
+            self.gateways[replica] = road.port
+            self.write()
+            yield road
+
     @staticmethod
     def _ports(ranks: int) -> int:
         """The first of `ranks` free ports in a row."""

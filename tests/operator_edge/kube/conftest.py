@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 from apiserver import ApiServer
+from faultproxy import FaultProxy, fault_proxy
 
+from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.cluster import HttpCluster
 from crosscloud_operator.kube.kubeconfig import vet
 
@@ -32,5 +34,20 @@ async def east(east_api: ApiServer) -> AsyncIterator[HttpCluster]:
 async def hub(hub_api: ApiServer) -> AsyncIterator[HttpCluster]:
     """The hub as its administrator sees it."""
     cluster = HttpCluster("hub", vet(hub_api.kubeconfig.read_text()))
+    yield cluster
+    await cluster.close()
+
+
+@pytest.fixture
+async def proxy(east_api: ApiServer) -> AsyncIterator[FaultProxy]:
+    """What stands before the member's API server and can fail in its stead."""
+    async with fault_proxy(east_api) as found:
+        yield found
+
+
+@pytest.fixture
+async def proxied(proxy: FaultProxy) -> AsyncIterator[HttpCluster]:
+    """The member through that proxy."""
+    cluster = HttpCluster("east", Access(proxy.url))
     yield cluster
     await cluster.close()

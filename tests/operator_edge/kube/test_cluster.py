@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 from apiserver import ApiServer
-from faultproxy import FaultProxy, fault_proxy
+from faultproxy import FaultProxy
 
 from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.answers import Expired, error_of
@@ -25,19 +24,6 @@ from crosscloud_operator.kube.api import (
     Unreachable,
 )
 from crosscloud_operator.kube.cluster import HttpCluster, path_of
-
-
-@pytest.fixture
-async def proxy(east_api: ApiServer) -> AsyncIterator[FaultProxy]:
-    async with fault_proxy(east_api) as found:
-        yield found
-
-
-@pytest.fixture
-async def proxied(proxy: FaultProxy) -> AsyncIterator[HttpCluster]:
-    cluster = HttpCluster("east", Access(proxy.url))
-    yield cluster
-    await cluster.close()
 
 
 def by_token(cluster: HttpCluster, token: str) -> HttpCluster:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from apiserver import ApiServer
-from faultproxy import EXPIRED, FaultProxy, fault_proxy
+from faultproxy import EXPIRED, FaultProxy
 from waiting import until
 
 from crosscloud_operator.kube.access import Access
@@ -32,12 +32,6 @@ class Seen:
 
     def names(self) -> set[str]:
         return {obj["metadata"]["name"] for obj in self.informer.objects()}
-
-
-@pytest.fixture
-async def proxy(east_api: ApiServer) -> AsyncIterator[FaultProxy]:
-    async with fault_proxy(east_api) as found:
-        yield found
 
 
 @contextlib.asynccontextmanager

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import pytest
-from apiserver import ApiServer
-from faultproxy import FaultProxy, fault_proxy
+from faultproxy import FaultProxy
 from waiting import until
 
-from crosscloud_operator.kube.access import Access
 from crosscloud_operator.kube.api import LEASE, Ref
 from crosscloud_operator.kube.cluster import HttpCluster
 from crosscloud_operator.kube.lease import Lease, LeaseLost
 
 SECONDS = 3.0
-
-
-@pytest.fixture
-async def proxy(east_api: ApiServer) -> AsyncIterator[FaultProxy]:
-    async with fault_proxy(east_api) as found:
-        yield found
-
-
-@pytest.fixture
-async def proxied(proxy: FaultProxy) -> AsyncIterator[HttpCluster]:
-    cluster = HttpCluster("east", Access(proxy.url))
-    yield cluster
-    await cluster.close()
 
 
 def lease(cluster: HttpCluster, namespace: str, identity: str) -> Lease:
