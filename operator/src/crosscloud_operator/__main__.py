@@ -23,7 +23,7 @@ from crosscloud_operator.kube.api import NAMESPACE, ApiError, Ref
 from crosscloud_operator.kube.backoff import Backoff
 from crosscloud_operator.kube.cluster import HttpCluster
 from crosscloud_operator.kube.lease import Lease, LeaseLost
-from crosscloud_operator.kube.local import NoAccess, in_cluster, is_in_cluster, user_kubeconfig
+from crosscloud_operator.kube.local import NoAccess, in_cluster, is_in_cluster, read_again, user_kubeconfig
 from crosscloud_operator.kube.workqueue import WorkQueue
 from crosscloud_operator.kube.world import KubeWorld
 from crosscloud_operator.metrics import OperatorMetrics
@@ -194,12 +194,8 @@ async def hub_id(hub: HttpCluster) -> str:
 
 
 async def _keep(cluster: HttpCluster, access: Callable[[], Access]) -> None:
-    while True:
-        await asyncio.sleep(60)
-        try:
-            await cluster.replace(await asyncio.to_thread(access))
-        except NoAccess as fault:
-            log.warning("the hub's credentials can't be read again: %s", fault)
+    async for current in read_again(access):
+        await cluster.replace(current)
 
 
 async def _beat(state: State) -> None:

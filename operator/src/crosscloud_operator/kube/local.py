@@ -6,8 +6,10 @@ Members' kubeconfigs never come this way: see kubeconfig.py.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from kubernetes.client import Configuration
 from kubernetes.config.config_exception import ConfigException
 
 from crosscloud_operator.kube.access import Access
+
+log = logging.getLogger(__name__)
+READ_AGAIN_SECONDS = 60
 
 # The library lets anything out: YAML, base64, OS and type errors.
 _ANY = Exception
@@ -115,3 +120,15 @@ def _content(path: Any, what: str) -> str | None:
 
 def _words(fault: BaseException) -> str:
     return " ".join(str(fault).split()) or type(fault).__name__
+
+
+async def read_again(access: Callable[[], Access]) -> AsyncIterator[Access]:
+    """The hub's access once a minute, for as long as it is asked for: a service account's token rotates in its file."""
+    while True:
+        await asyncio.sleep(READ_AGAIN_SECONDS)
+        try:
+            found = await asyncio.to_thread(access)
+        except NoAccess as fault:
+            log.warning("the hub's credentials can't be read again: %s", fault)
+            continue
+        yield found

@@ -17,7 +17,7 @@ from crosscloud_operator.kube.cluster import HttpCluster
 from crosscloud_operator.kube.credentials import SECRET_KEY, Unusable, access_of, secret_name
 from crosscloud_operator.kube.duplicates import duplicates
 from crosscloud_operator.kube.informer import Informer, Times
-from crosscloud_operator.kube.local import NoAccess
+from crosscloud_operator.kube.local import read_again
 from crosscloud_operator.kube.member import Member
 from crosscloud_operator.kube.projection import whole
 
@@ -241,13 +241,7 @@ class KubeWorld:
     async def _keep_hub_access(self) -> None:
         """The service account's token rotates in its file; a hub that is its own member uses it too."""
         assert self._hub_access is not None
-        while True:
-            await asyncio.sleep(60)
-            try:
-                access = await asyncio.to_thread(self._hub_access)
-            except NoAccess as fault:
-                log.warning("the hub's credentials can't be read again: %s", fault)
-                continue
+        async for access in read_again(self._hub_access):
             if access != self._hub.access:
                 await self._hub.replace(access)
                 self._mark(*(obj["metadata"]["name"] for obj in self.members() if secret_name(obj) is None))
