@@ -71,9 +71,8 @@ def up(name: str, path: Path | None) -> None:
         raise LabError(f"--lab: {name!r} is not the name in {path}, which is {lab.spec.name!r}; leave --lab out")
     lab.up()
     first = lab.plan.clusters[0].name
-    other = "" if lab.spec.name == DEFAULT_NAME else f"--lab {lab.spec.name} "
-    shown = f"kubectl --kubeconfig $(crosscloud-lab {other}kubeconfig {first}) get nodes"
-    click.echo(f"lab {lab.spec.name} is up; try: {shown}")
+    click.echo(f"lab {lab.spec.name} is up; try:")
+    click.echo(f"  {lab.binary('kubectl')} --kubeconfig {lab.kubeconfig(first)} get nodes")
 
 
 @main.command()
