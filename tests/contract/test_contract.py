@@ -85,6 +85,8 @@ def strategy(kind: typing.Any, limits: contract.reading.Rule) -> st.SearchStrate
     if dataclasses.is_dataclass(kind):
         fields = {name: strategy(of, rule) for name, of, rule, _ in fields_of(kind)}
         whole = st.builds(kind, **fields)
+        if kind is contract.Data:
+            whole = whole.map(consistent)
         return whole.filter(lambda made: not list(made.check())) if hasattr(kind, "check") else whole
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return st.sampled_from(kind)
@@ -104,6 +106,13 @@ def strategy(kind: typing.Any, limits: contract.reading.Rule) -> st.SearchStrate
     return st.from_regex(limits.pattern or r"\A[a-z]{1,9}\Z", fullmatch=True).filter(
         lambda s: len(s) <= (limits.max_length or 64)
     )
+
+
+def consistent(data: contract.Data) -> contract.Data:
+    """`data` without what its other fields exclude."""
+    train = None if data.sources else data.train or ("/data",)
+    file = (data.tokenizer_file or "/a") if data.tokenizer is contract.Tokenizer.FILE else None
+    return dataclasses.replace(data, train=train, tokenizer_file=file)
 
 
 def specs() -> st.SearchStrategy[JobSpec]:

@@ -12,7 +12,7 @@ from crdfiles import EXAMPLES, JOBS, MEMBERS, changed, job, load_yaml, member, m
 from crosscloud_trainer.contract import InvalidDocument, JobSpec, read
 
 DRY_RUN = "?dryRun=All&fieldValidation=Strict"
-MODEL, DATA = "training.model", "training.data.train"
+MODEL, DATA, SOURCES = "training.model", "training.data.train", "training.data.sources"
 
 
 def override(**fields: Any) -> dict[str, Any]:
@@ -102,6 +102,17 @@ BAD_SPECS: list[tuple[str, Mapping[str, Any], str]] = [
     ("a config with a number as architecture", {MODEL: {"config": {"model_type": 5}}}, f"{MODEL}.config.model_type"),
     ("no data", {DATA: []}, DATA),
     ("data without a name", {DATA: [""]}, f"{DATA}[0]"),
+    ("neither files nor sources", {DATA: ...}, "training.data"),
+    ("files and sources", {SOURCES: [{"name": "a", "paths": ["/a"]}]}, "training.data"),
+    ("no sources", {DATA: ..., SOURCES: []}, SOURCES),
+    ("a source without files", {DATA: ..., SOURCES: [{"name": "a"}]}, f"{SOURCES}[0].paths"),
+    (
+        "text with a column",
+        {DATA: ..., SOURCES: [{"name": "a", "paths": ["/a"], "format": "Text", "field": "b"}]},
+        f"{SOURCES}[0].field",
+    ),
+    ("a tokenizer's file without its choice", {"training.data.tokenizerFile": "/a"}, "training.data.tokenizerFile"),
+    ("a tokenizer without its file", {"training.data.tokenizer": "File"}, "training.data.tokenizerFile"),
     ("data with a blank name", {DATA: [" "]}, f"{DATA}[0]"),
     ("no tokens", {"training.tokens": ...}, "training.tokens"),
     ("zero tokens", {"training.tokens": 0}, "training.tokens"),

@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crosscloud_trainer.contract import InvalidDocument, JobSpec, read
-from crosscloud_trainer.contract.manifest import Model, ReplicaOverride
+from crosscloud_trainer.contract.manifest import Data, Model, ReplicaOverride
 from crosscloud_trainer.contract.reading import Rule, camel, fields_of
 
+EITHER = ("train", "sources")
 TEXT = st.text(max_size=8)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | TEXT,
@@ -66,11 +67,24 @@ def object_of(cls: type) -> st.SearchStrategy[dict[str, Any]]:
         return st.sampled_from([{"preset": "tiny-llama"}, {"config": {"model_type": "llama", "id2label": {"0": None}}}])
     needed, optional = {}, {}
     for name, kind, limits, field in fields_of(cls):
+        if cls is Data and name in (*EITHER, "tokenizer", "tokenizer_file"):
+            continue
         mandatory = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         (needed if mandatory else optional)[camel(name)] = values_of(kind, limits)
+    if cls is Data:
+        return data_of(needed, optional)
     if cls is ReplicaOverride:
         needed |= {"name": st.sampled_from("abc"), "index": st.integers(0, 3)}
     return st.fixed_dictionaries(needed, optional=optional)
+
+
+def data_of(needed: dict[str, Any], optional: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Data with what exactly one of two fields may say."""
+    train, sources = (values_of(kind, limits) for name, kind, limits, _ in fields_of(Data) if name in EITHER)
+    either = st.fixed_dictionaries({"train": train}) | st.fixed_dictionaries({"sources": sources})
+    tokenizer = st.sampled_from([{}, {"tokenizer": "Bytes"}, {"tokenizer": "File", "tokenizerFile": "/a"}])
+    rest = st.fixed_dictionaries(needed, optional=optional)
+    return st.tuples(either, tokenizer, rest).map(lambda parts: {k: v for part in parts for k, v in part.items()})
 
 
 def places(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

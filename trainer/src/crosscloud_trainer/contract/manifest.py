@@ -18,6 +18,7 @@ API_VERSION = "crosscloud.dev/v1alpha1"
 KIND = "CrossCloudTrainingJob"
 
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+NOT_BLANK = r"[^ \t\r\n]"
 MAX_REPLICAS = 64
 INNER_STEPS = 20  # of a window, where the manifest doesn't say
 
@@ -54,6 +55,18 @@ class Schedule(enum.Enum):
 
 class Tokenizer(enum.Enum):
     BYTES = "Bytes"
+    FILE = "File"
+
+
+class DataFormat(enum.Enum):
+    TEXT = "Text"
+    JSONL = "JSONL"
+    PARQUET = "Parquet"
+
+
+class Packing(enum.Enum):
+    DOCUMENTS = "Documents"
+    STREAM = "Stream"
 
 
 class ModelPreset(enum.Enum):
@@ -158,15 +171,58 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Data:
-    """Text files by glob; `stdlib:` in front stands for the library folder of the Python that runs the trainer.
+class Source:
+    """Files with documents, and the members whose replicas read them; none means all members.
 
-    Without `validation` every fiftieth file of `train` is held out for validation.
+    Without `format` a file's suffix tells it. `field` is the JSON key or the column that holds the text.
     """
 
-    train: tuple[str, ...] = rule(min_items=1, max_items=64, max_length=1024, pattern=r"[^ \t\r\n]")
-    validation: tuple[str, ...] = rule((), max_items=64, max_length=1024, pattern=r"[^ \t\r\n]")
+    name: str = rule(pattern=NAME_PATTERN, max_length=63)
+    paths: tuple[str, ...] = rule(min_items=1, max_items=64, max_length=1024, pattern=NOT_BLANK)
+    format: DataFormat | None = rule(None)
+    field: str | None = rule(None, max_length=256, pattern=NOT_BLANK)
+    members: tuple[str, ...] | None = rule(
+        None, pattern=NAME_PATTERN, max_length=63, min_items=1, max_items=16, unique=""
+    )
+
+    def check(self) -> Iterator[Fault]:
+        if self.field is not None and self.format is DataFormat.TEXT:
+            yield "field", self.field, "is for formats JSONL and Parquet only, and format is Text; leave it out"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is read, as globs or fsspec addresses; `stdlib:` in front stands for the library folder of the Python that
+    runs the trainer. `train` is the short form of one source that is open to all.
+
+    Without `validation` every fiftieth document is held out for validation.
+    """
+
+    train: tuple[str, ...] | None = rule(None, min_items=1, max_items=64, max_length=1024, pattern=NOT_BLANK)
+    sources: tuple[Source, ...] | None = rule(None, min_items=1, max_items=16, unique="name")
+    validation: tuple[str, ...] = rule((), max_items=64, max_length=1024, pattern=NOT_BLANK)
     tokenizer: Tokenizer = rule(Tokenizer.BYTES)
+    tokenizer_file: str | None = rule(None, max_length=1024, pattern=NOT_BLANK)
+    packing: Packing = rule(Packing.DOCUMENTS)
+
+    def sources_in(self, member: str) -> tuple[tuple[str, Source], ...]:
+        """What replicas in this member train on, each with the path of its list of files below `data`."""
+        if self.train is not None:
+            return (("train", Source(name="train", paths=self.train)),)
+        return tuple(
+            (f"sources[{number}].paths", source)
+            for number, source in enumerate(self.sources or ())
+            if not source.members or member in source.members
+        )
+
+    def check(self) -> Iterator[Fault]:
+        if (self.train is None) == (self.sources is None):
+            yield "", "neither" if self.train is None else "both", "set exactly one of train and sources"
+        if self.tokenizer is Tokenizer.FILE and self.tokenizer_file is None:
+            yield "tokenizerFile", None, "is required with tokenizer File: a tokenizers file or a transformers folder"
+        if self.tokenizer is not Tokenizer.FILE and self.tokenizer_file is not None:
+            allowed = f"is for tokenizer File only, and tokenizer is {self.tokenizer.value}; leave it out"
+            yield "tokenizerFile", self.tokenizer_file, allowed
 
 
 @dataclass(frozen=True)

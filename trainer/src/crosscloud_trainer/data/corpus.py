@@ -84,7 +84,7 @@ def _write(paths: Sequence[Path], target: Path, data: Data, problems: list[Probl
             except OSError as fault:
                 if fault.filename != str(path):  # the disk that is written to is full
                     raise
-                fields = list(data.train + data.validation)
+                fields = list((data.train or ()) + data.validation)
                 problems.append(Problem("training.data", fields, f"{path} can't be read: {fault.strerror}"))
                 continue
             tokens += length + 2 if length else 0
@@ -117,8 +117,9 @@ def _check_sizes(training: Training, replicas: int, train: int, validation: int,
             f"{train:,} tokens are too few: one step takes {needed:,} (replicas {replicas} x batchSize "
             f"{training.batch_size} x sequenceLength {length}); give more text or make these smaller"
         )
-        last = len(training.data.train) - 1
-        problems.append(Problem(f"training.data.train[{last}]", training.data.train[last], allowed))
+        train_globs = training.data.train or ("",)
+        last = len(train_globs) - 1
+        problems.append(Problem(f"training.data.train[{last}]", train_globs[last], allowed))
     if training.data.validation and validation < length:
         last = len(training.data.validation) - 1
         allowed = f"{validation:,} tokens are too few: one sequence takes {length:,}"

@@ -26,7 +26,7 @@ class Files:
 
 def find_files(data: Data, problems: list[Problem]) -> Files:
     """Files of `data`; what can't be found or read is added to `problems` under its field's name."""
-    train = _expand(data.train, "training.data.train", problems)
+    train = _expand(data.train or (), "training.data.train", problems)
     validation = _expand(data.validation, "training.data.validation", problems)
     if data.validation:
         kept = set(validation)
