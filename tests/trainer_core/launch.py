@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ class Replica:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
+
+    @staticmethod
+    def results(replicas: "Sequence[Replica]") -> list[Any]:
+        """The result of each; where one fails, the others end too."""
+        try:
+            return [replica.result() for replica in replicas]
+        finally:
+            for replica in replicas:
+                replica._process.kill()
+                replica._process.communicate()
 
     def result(self) -> Any:
         """What rank 0 printed last, from JSON; AssertionError with all output if a rank failed."""

@@ -2,6 +2,7 @@
 ranks are threads.
 """
 
+import io
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -123,3 +124,57 @@ class ThreadGroup:
         self._barrier.wait()
         assert [part.numel() for part in received] == list(incoming)
         return received
+
+
+class StoreNeighbours:
+    """Activations and gradients between the stages of a replica, by keys of a store."""
+
+    def __init__(self, store: Store, stage: int, rank: int) -> None:
+        self._store, self._stage, self._rank = store, stage, rank
+        self._passes: dict[tuple[str, int, int], int] = {}
+
+    def send_activation(self, micro_batch: int, values: torch.Tensor) -> None:
+        self._send("activation", self._stage, micro_batch, values)
+
+    def receive_activation(self, micro_batch: int) -> torch.Tensor:
+        return self._receive("activation", self._stage - 1, micro_batch)
+
+    def send_gradient(self, micro_batch: int, values: torch.Tensor) -> None:
+        self._send("gradient", self._stage - 1, micro_batch, values)
+
+    def receive_gradient(self, micro_batch: int) -> torch.Tensor:
+        return self._receive("gradient", self._stage, micro_batch)
+
+    def _send(self, kind: str, boundary: int, micro_batch: int, values: torch.Tensor) -> None:
+        buffer = io.BytesIO()
+        torch.save(values, buffer)
+        self._store.set(self._key(kind, boundary, micro_batch), buffer.getvalue())
+
+    def _receive(self, kind: str, boundary: int, micro_batch: int) -> torch.Tensor:
+        key = self._key(kind, boundary, micro_batch)
+        values: torch.Tensor = torch.load(io.BytesIO(self._store.get(key)))
+        self._store.delete_key(key)
+        return values
+
+    def _key(self, kind: str, boundary: int, micro_batch: int) -> str:
+        """Of the next time that this goes over the boundary."""
+        place = (kind, boundary, micro_batch)
+        self._passes[place] = self._passes.get(place, 0) + 1
+        return f"{kind}/{boundary}/{micro_batch}/{self._rank}/{self._passes[place]}"
+
+
+class StoreLeaders:
+    """Sums over the stages of a replica, by keys of a store."""
+
+    def __init__(self, store: Store, stage: int, count: int) -> None:
+        self._store, self._stage, self._count = store, stage, count
+        self._calls = 0
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        self._store.set(f"sums/{self._calls}/{self._stage}", json.dumps(values.tolist()))
+        parts = [json.loads(self._store.get(f"sums/{self._calls}/{stage}")) for stage in range(self._count)]
+        total = torch.zeros_like(values)
+        for part in parts:
+            total += torch.tensor(part, dtype=values.dtype)
+        return total

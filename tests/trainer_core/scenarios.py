@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from trainer_core.local_exchange import StoreExchange
+from trainer_core.local_exchange import StoreExchange, StoreLeaders, StoreNeighbours
 from trainer_core.tiny_llama import STEPS, batches, loss_of, model, optimizer_and_schedule
 
 from crosscloud_trainer.allreduce import AllReduce
@@ -19,11 +19,14 @@ from crosscloud_trainer.engine import (
     EngineError,
     EngineSettings,
     TooManySkippedStepsError,
+    Whole,
     build,
     parameter_names,
 )
 from crosscloud_trainer.group import TorchGroup
-from crosscloud_trainer.layout import HolderMap
+from crosscloud_trainer.layout import HolderMap, Index
+from crosscloud_trainer.models.stages import Stage
+from crosscloud_trainer.pipeline import Pipeline, Position, StageNorm, StageTotals
 
 
 def engine_of(stage: int, precision: Any = "fp32", frozen: bool = False, **settings: Any) -> Engine:
@@ -51,6 +54,7 @@ def alone(
     algorithm = DiLoCo(
         engine.layout,
         engine.shard,
+        TorchGroup(device),
         TorchGroup(device),
         exchange,
         codec_named("None"),
@@ -90,6 +94,7 @@ def replica_of_a_job(
     algorithm = DiLoCo(
         engine.layout,
         engine.shard,
+        TorchGroup(device),
         TorchGroup(device),
         exchange,
         codec_named(codec),
@@ -144,6 +149,7 @@ def allreduce_replica(
         engine.layout,
         engine.shard,
         TorchGroup(device),
+        TorchGroup(device),
         exchange,
         codec_named(codec),
         tokens=64 * ranks[replica],
@@ -166,6 +172,64 @@ def allreduce_replica(
     losses: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(losses, result["losses"])
     return {**result, "losses": losses}
+
+
+def pipeline_stage(
+    device: torch.device,
+    port: int,
+    name: str,
+    stage: int,
+    stages: int,
+    zero: int,
+    steps: int,
+    precision: Any = "fp32",
+    bad_step: int = 0,
+) -> Any:
+    """One stage of a replica; of an uncut model, if there is only one. The first stage's last rank has a gradient that
+    isn't finite in `bad_step`.
+    """
+    llama = model(layers=4, tied=False)
+    names = parameter_names(llama)
+    index = Index.of({names[id(p)]: p.numel() for p in llama.parameters()})
+    store = dist.PrefixStore(name, store_of(port))
+    rank = dist.get_rank()
+    cut: torch.nn.Module = llama
+    if stages > 1:
+        cut = Stage(llama, stage, stages)
+        names = {id(p): names[id(p)] for p in cut.parameters()}
+    optimizer, schedule = optimizer_and_schedule(cut)
+    micro_batches = 4
+    settings = EngineSettings(zero, precision, 2, None if stages > 1 else micro_batches, clip_norm=0.5)  # type: ignore[arg-type]
+    engine = build(cut, optimizer, settings, schedule, Whole(index, names) if stages > 1 else None)
+    seen: dict[str, Any] = {"losses": [], "norms": [], "applied": []}
+    data = list(batches(rank, steps * micro_batches))
+    pipeline = Pipeline(engine, Position(stage, stages), StoreNeighbours(store, stage, rank))
+    if stages > 1:
+        group = TorchGroup(device)
+        engine.exchange = StageNorm(StageTotals(group, StoreLeaders(store, stage, stages) if rank == 0 else None))
+    for number in range(steps):
+        share = data[number * micro_batches : (number + 1) * micro_batches]
+        if number + 1 == bad_step and stage == 0 and rank == dist.get_world_size() - 1:
+            handle = next(iter(cut.parameters())).register_hook(lambda gradient: gradient * float("inf"))
+        if stages > 1:
+            loss, report = pipeline.step([{"input_ids": tokens, "labels": tokens} for tokens in share])
+        else:
+            losses = []
+            for tokens in share:
+                result = engine(input_ids=tokens, labels=tokens).loss
+                losses.append(float(result.detach()))
+                engine.backward(result)
+                step = engine.step()
+            loss, report = sum(losses) / len(losses), step
+        if number + 1 == bad_step and stage == 0 and rank == dist.get_world_size() - 1:
+            handle.remove()
+        assert report is not None
+        seen["losses"].append(loss)
+        seen["norms"].append(report.gradient_norm)
+        seen["applied"].append(report.applied)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, seen["losses"])
+    return {**seen, "losses": everyone}
 
 
 def _runs(text: bytes) -> list[tuple[int, int, int]]:

@@ -20,7 +20,7 @@ def layouts(draw: st.DrawFn, model: dict[str, int], most_ranks: int = 6) -> Repl
     ranks = draw(st.integers(1, most_ranks))
     stage = draw(st.sampled_from([0, 1, 3]))
     if stage == 0:
-        shards = [dealt_shard(index, ranks, rank) for rank in range(ranks)]
+        shards = [dealt_shard(index, order, ranks, rank) for rank in range(ranks)]
     elif stage == 3:
         shards = [split_shard(index, order, ranks, rank) for rank in range(ranks)]
     else:

@@ -30,7 +30,7 @@ class Rank(threading.Thread):
         self.layout, self.group, self.gradients = layout, group, gradients
         self.intervals = layout.shards[group.rank]
         weights = self.shard_of(start)
-        self.make = lambda: AllReduce(layout, weights, group, exchange, codec_named(codec), tokens=tokens)
+        self.make = lambda: AllReduce(layout, weights, group, group, exchange, codec_named(codec), tokens=tokens)
         self.norms: list[float | None] = []
         self.means: list[np.ndarray] = []
         self.reports = []

@@ -39,7 +39,7 @@ class Rank(threading.Thread):
         self.shard = Shard.of_flat(layout.index, self.intervals, torch.full((size,), torch.nan))
         self.shard.write(torch.from_numpy(compact(start, layout.index, self.intervals)))
         self.make = lambda: DiLoCo(
-            layout, self.shard, group, exchange, codec_named(codec), inner_steps=inner_steps, settings=OUTER
+            layout, self.shard, group, group, exchange, codec_named(codec), inner_steps=inner_steps, settings=OUTER
         )
         self.index, self.replica, self.rank = layout.index, replica, group.rank
         self.group, self.exchange = group, exchange
@@ -263,7 +263,7 @@ def test_a_round_happens_only_at_the_end_of_a_window():
     shard = Shard.of_flat(index, layout.shards[0], torch.zeros(3))
     [group] = ThreadGroup.of(1)
     exchange = StoreExchange(HashStore(), index, {0: layout.holders}, 0, 0, codec_named("None"))
-    algorithm = DiLoCo(layout, shard, group, exchange, codec_named("None"), inner_steps=3, settings=OUTER)
+    algorithm = DiLoCo(layout, shard, group, group, exchange, codec_named("None"), inner_steps=3, settings=OUTER)
     reports = [algorithm.on_step(10) for _ in range(7)]
     assert [report.round if report else None for report in reports] == [None, None, 1, None, None, 2, None]
     assert reports[2].weights == {0: 30}

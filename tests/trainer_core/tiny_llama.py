@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 STEPS = 20
 
 
-def model(frozen: bool = False) -> LlamaForCausalLM:
+def model(frozen: bool = False, layers: int = 2, tied: bool = True) -> LlamaForCausalLM:
     """`frozen`: the embedding, which is the head too, and the first layer stay as they are."""
     torch.manual_seed(0)
     llama = LlamaForCausalLM(
@@ -17,10 +17,10 @@ def model(frozen: bool = False) -> LlamaForCausalLM:
             vocab_size=259,
             hidden_size=48,
             intermediate_size=100,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
-            tie_word_embeddings=True,
+            tie_word_embeddings=tied,
         )
     )
     if frozen:

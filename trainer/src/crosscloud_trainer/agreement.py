@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from crosscloud_trainer.group import ReplicaGroup
+from crosscloud_trainer.group import ReplicaTotals
 from crosscloud_trainer.shard import DIGEST_BITS
 
 
-def agree(group: ReplicaGroup, counts: Sequence[int], digest: int) -> tuple[list[int], int]:
+def agree(group: ReplicaTotals, counts: Sequence[int], digest: int) -> tuple[list[int], int]:
     """Sums of `counts` over the ranks, and the sum of their digests: that of the replica. Collective."""
     low, high = digest & 0xFFFFFFFF, digest >> 32
     *sums, low, high = group.total([*counts, low, high])

@@ -23,7 +23,7 @@ from crosscloud_trainer.agreement import agree
 from crosscloud_trainer.compress import Codec, EncodedCells, ErrorFeedback
 from crosscloud_trainer.compress.codec import Lengths, encodable, runs
 from crosscloud_trainer.exchange import RoundExchange, RoundReport, RoundRequest, RoundResult
-from crosscloud_trainer.group import ReplicaGroup
+from crosscloud_trainer.group import ReplicaTotals, StageGroup
 from crosscloud_trainer.holding import Holding
 from crosscloud_trainer.layout import ReplicaLayout
 from crosscloud_trainer.shard import DIGEST_BITS, Shard, digest
@@ -40,7 +40,8 @@ class AllReduce:
         self,
         layout: ReplicaLayout,
         shard: Shard,
-        group: ReplicaGroup,
+        group: StageGroup,
+        replica: ReplicaTotals,
         exchange: RoundExchange,
         codec: Codec,
         *,
@@ -52,7 +53,7 @@ class AllReduce:
         """
         self.round = 0
         self._shard = shard
-        self._group = group
+        self._replica = replica
         self._exchange = exchange
         self._codec = codec
         self._tokens = tokens
@@ -96,7 +97,7 @@ class AllReduce:
         or None if all replicas skip the step.
         """
         values = gradient.read()
-        if self._group.total([int(not encodable(values))])[0]:
+        if self._replica.total([int(not encodable(values))])[0]:
             self.skip()
             return None
         held = self._holding.gather(values)
@@ -111,7 +112,7 @@ class AllReduce:
         gradient.write(self._holding.spread(answer.result, means))
         squares = torch.zeros(self._layout.index.cells, dtype=torch.float64, device=gradient.device)
         squares[torch.from_numpy(answer.result.ids).to(gradient.device)] = _squares(means, answer.result.lengths)
-        squares = self._group.sums(squares)
+        squares = self._replica.sums(squares)
         norm = float(np.sqrt(np.add.reduce(squares.cpu().numpy())))
         self._end(answer, payload, digest(gradient.index, gradient.intervals, [gradient.read()]), applied=True)
         return norm
@@ -127,7 +128,7 @@ class AllReduce:
 
     def _end(self, answer: RoundResult, payload: EncodedCells | None, agreed: int, *, applied: bool) -> None:
         """The replica has prepared the round: all its ranks have what they need."""
-        _, whole = agree(self._group, [], agreed)
+        _, whole = agree(self._replica, [], agreed)
         participants = sum(weight * _CHAIN ** (replica + 1) for replica, weight in answer.weights.items())
         self.digest = (self.digest * _CHAIN + whole + participants) % (1 << DIGEST_BITS)
         self._exchange.prepared(self.round)
@@ -141,7 +142,7 @@ class AllReduce:
 
     def _weights_digest(self) -> int:
         own = digest(self._shard.index, self._shard.intervals, [self._shard.read()])
-        return agree(self._group, [], own)[1]
+        return agree(self._replica, [], own)[1]
 
 
 def _squares(values: torch.Tensor, lengths: Lengths) -> torch.Tensor:

@@ -27,7 +27,7 @@ from crosscloud_trainer.compress import Codec, EncodedCells, ErrorFeedback
 from crosscloud_trainer.compress.codec import encodable
 from crosscloud_trainer.contract import OuterOptimizer
 from crosscloud_trainer.exchange import RoundExchange, RoundReport, RoundRequest
-from crosscloud_trainer.group import ReplicaGroup
+from crosscloud_trainer.group import ReplicaTotals, StageGroup
 from crosscloud_trainer.holding import Holding
 from crosscloud_trainer.layout import ReplicaLayout
 from crosscloud_trainer.outer import OuterState
@@ -44,7 +44,8 @@ class DiLoCo:
         self,
         layout: ReplicaLayout,
         shard: Shard,
-        group: ReplicaGroup,
+        group: StageGroup,
+        replica: ReplicaTotals,
         exchange: RoundExchange,
         codec: Codec,
         *,
@@ -55,7 +56,7 @@ class DiLoCo:
         self.round = 0
         self.outer = OuterState.at(shard.read())
         self._shard = shard
-        self._group = group
+        self._replica = replica
         self._exchange = exchange
         self._codec = codec
         self._inner_steps = inner_steps
@@ -103,7 +104,7 @@ class DiLoCo:
 
     def _together(self, tokens: int) -> RoundReport:
         update = self.outer.weights.sub(self._shard.read())
-        refusals, tokens = self._group.total([int(not encodable(update)), tokens])
+        refusals, tokens = self._replica.total([int(not encodable(update)), tokens])
         payload = self._encode(update) if not refusals and tokens else None
         request = RoundRequest(self.round, tokens if payload else 0, payload, self.digest)
         answer = self._exchange.exchange(request)
@@ -141,4 +142,4 @@ class DiLoCo:
     def _agree(self, counts: list[int], state: OuterState) -> tuple[list[int], int]:
         """Sums of `counts` over the ranks, and the replica's digest of an outer state. Collective."""
         own = digest(self._shard.index, self._shard.intervals, [state.weights, state.momentum])
-        return agree(self._group, counts, own)
+        return agree(self._replica, counts, own)

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -44,8 +45,8 @@ class EngineSettings:
     precision: Literal["fp32", "bf16"]
     micro_batch_size: int
     """Sequences per rank and micro-batch."""
-    accumulation_steps: int = 1
-    """Micro-batches per inner step."""
+    accumulation_steps: int | None = 1
+    """Micro-batches per inner step; None where the caller says by `step` that one ends (a stage of a pipeline)."""
     clip_norm: float | None = None
     """Largest norm of the gradient over all ranks of the replica; None to leave gradients as they are."""
     max_skipped_steps: int = 10
@@ -94,6 +95,16 @@ def parameter_names(model: torch.nn.Module) -> dict[int, str]:
     return names
 
 
+@dataclass(frozen=True)
+class Whole:
+    """The full model, as a stage of it knows it: all trained parameters, and the full-model names of the stage's own by
+    id.
+    """
+
+    index: Index
+    names: Mapping[int, str]
+
+
 class GradientExchange(Protocol):
     """What an algorithm does with the gradients of every inner step. Collective in the replica."""
 
@@ -112,8 +123,9 @@ class Engine:
     """One rank's engine. Use as the DeepSpeed engine: call it, `backward`, `step`, for each micro-batch."""
 
     def __init__(
-        self, engine: Any, optimizer: ShardOptimizer, settings: EngineSettings, index: Index, names: dict[int, str]
+        self, engine: Any, optimizer: ShardOptimizer, settings: EngineSettings, index: Index, names: Mapping[int, str]
     ) -> None:
+        self._partial = len(optimizer.names) < len(index.parameters)
         self._engine = engine
         self._optimizer = optimizer
         self._settings = settings
@@ -134,7 +146,9 @@ class Engine:
     def _agree_on_layout(self, intervals: tuple[Interval, ...]) -> ReplicaLayout:
         shards: list[tuple[Interval, ...]] = [()] * dist.get_world_size()
         dist.all_gather_object(shards, intervals)
-        return ReplicaLayout(self.index, tuple(shards))
+        own = frozenset(interval.parameter for shard in shards for interval in shard)
+        empty = {number for number, parameter in enumerate(self.index.parameters) if not parameter.elements}
+        return ReplicaLayout(self.index, tuple(shards), own | empty if self._partial else None)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -148,6 +162,9 @@ class Engine:
         self._engine.train(mode)
 
     def backward(self, loss: torch.Tensor) -> None:
+        if self._settings.accumulation_steps is None and hasattr(self._engine.optimizer, "clear_backward_seen_flag"):
+            # DeepSpeed clears it in each forward pass; in a pipeline backward passes follow each other.
+            self._engine.optimizer.clear_backward_seen_flag()
         self._engine.backward(loss)
 
     def step(self) -> StepReport | None:
@@ -155,7 +172,7 @@ class Engine:
 
         Raises TooManySkippedStepsError, on all ranks alike.
         """
-        boundary = self._engine.is_gradient_accumulation_boundary()
+        boundary = self._settings.accumulation_steps is None or self._engine.is_gradient_accumulation_boundary()
         rate = float(self._optimizer.inner.param_groups[0]["lr"])
         self._asked = False
         self._engine.step()
@@ -216,24 +233,25 @@ def build(
     optimizer: torch.optim.Optimizer,
     settings: EngineSettings,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    whole: Whole | None = None,
 ) -> Engine:
     """The engine of this rank. Collective.
 
     `optimizer` works on parameters of `model`, in groups of the user's choice, and has not stepped yet; only
     those parameters are trained. `scheduler`, on that optimizer, is stepped after each inner step that is
-    applied.
+    applied. `whole` tells of the full model where `model` is a stage of it.
     """
-    names = parameter_names(model)
+    names = whole.names if whole else parameter_names(model)
     _check_optimizer(optimizer, names)
     trained = {names[id(p)]: p.numel() for group in optimizer.param_groups for p in group["params"]}
     wrapped = ShardOptimizer(optimizer, names)
     engine, _, _, _ = deepspeed.initialize(
         model=model, optimizer=wrapped, lr_scheduler=scheduler, config=_deepspeed_config(settings)
     )
-    return Engine(engine, wrapped, settings, Index.of(trained), names)
+    return Engine(engine, wrapped, settings, whole.index if whole else Index.of(trained), names)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not parameters:
         raise EngineError("the optimizer has no parameters; give it those of the model that are to be trained")
@@ -252,7 +270,8 @@ def _deepspeed_config(settings: EngineSettings) -> dict[str, Any]:
         zero["sub_group_size"] = 1 << 60
     return {
         "train_micro_batch_size_per_gpu": settings.micro_batch_size,
-        "gradient_accumulation_steps": settings.accumulation_steps,
+        "gradient_accumulation_steps": settings.accumulation_steps or 1,
+        "managed_gradient_accumulation": settings.accumulation_steps is not None,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": settings.precision == "bf16"},

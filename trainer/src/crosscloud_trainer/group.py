@@ -9,14 +9,8 @@ import torch
 import torch.distributed as dist
 
 
-class ReplicaGroup(Protocol):
-    """Collectives among the ranks of a replica: each is called by all of them, in the same order."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def ranks(self) -> int: ...
+class ReplicaTotals(Protocol):
+    """Sums over the ranks of a replica, of all its stages: each is called by all of them, in the same order."""
 
     def total(self, counts: Sequence[int]) -> list[int]:
         """Sums over all ranks; each count is from 0 to 2**48."""
@@ -25,6 +19,16 @@ class ReplicaGroup(Protocol):
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise sums over all ranks; fp64, equally long on all of them. May overwrite `values`."""
         ...
+
+
+class StageGroup(Protocol):
+    """The ranks of one stage, which share cells."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
 
     def swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[int]) -> list[torch.Tensor]:
         """Sends `outgoing[r]` to each rank r and returns what came from each, `incoming[r]` elements; flat,

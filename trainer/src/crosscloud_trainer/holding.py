@@ -7,14 +7,14 @@ import torch
 
 from crosscloud_trainer.compress import Codec, EncodedCells
 from crosscloud_trainer.compress.codec import check_payload, sizes_of
-from crosscloud_trainer.group import ReplicaGroup
+from crosscloud_trainer.group import StageGroup
 from crosscloud_trainer.layout import Piece, ReplicaLayout
 
 
 class Holding:
     """The cells that this rank holds, and its parts of cells that other ranks hold."""
 
-    def __init__(self, layout: ReplicaLayout, group: ReplicaGroup, codec: Codec) -> None:
+    def __init__(self, layout: ReplicaLayout, group: StageGroup, codec: Codec) -> None:
         self._layout = layout
         self._group = group
         self._codec = codec

@@ -160,7 +160,7 @@ class _Whole:
         self._intervals: tuple[Interval, ...] = ()
 
     def intervals(self, index: Index, rank: int) -> tuple[Interval, ...]:
-        return dealt_shard(index, dist.get_world_size(), rank)
+        return dealt_shard(index, self._optimizer.names, dist.get_world_size(), rank)
 
     def bind(self, index: Index, intervals: tuple[Interval, ...]) -> list[torch.Tensor]:
         self._index, self._intervals = index, intervals
@@ -217,7 +217,7 @@ class _Whole:
         """Every rank's part of each flat parameter to all other ranks."""
         pending = []
         for rank in range(dist.get_world_size()):
-            for part in dealt_shard(self._index, dist.get_world_size(), rank):
+            for part in dealt_shard(self._index, self._optimizer.names, dist.get_world_size(), rank):
                 values = flats[self._index.parameters[part.parameter].name][part.start : part.stop]
                 pending.append(dist.broadcast(values, src=rank, async_op=True))
         for work in pending:

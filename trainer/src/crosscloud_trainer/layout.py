@@ -158,16 +158,18 @@ def split_shard(index: Index, order: Sequence[str], ranks: int, rank: int) -> tu
     return tuple(intervals)
 
 
-def dealt_shard(index: Index, ranks: int, rank: int) -> tuple[Interval, ...]:
-    """Part of a rank under ZeRO 0, where every rank has the whole model: runs of neighbouring cells, dealt evenly.
+def dealt_shard(index: Index, order: Sequence[str], ranks: int, rank: int) -> tuple[Interval, ...]:
+    """Part of a rank under ZeRO 0, where every rank has all parameters in `order`: their cells, dealt evenly.
 
     Offsets count in the compact vector.
     """
-    low, high = (index.cells * number // ranks for number in (rank, rank + 1))
+    numbers = [index.numbers[name] for name in order]
+    starts = list(accumulate((index.first_cells[n + 1] - index.first_cells[n] for n in numbers), initial=0))
+    low, high = (starts[-1] * number // ranks for number in (rank, rank + 1))
     intervals = []
     offset = 0
-    for number, parameter in enumerate(index.parameters):
-        first = index.first_cells[number]
+    for number, first in zip(numbers, starts, strict=False):
+        parameter = index.parameters[number]
         start = max(0, low - first) * CELL_ELEMENTS
         stop = min(parameter.elements, max(0, high - first) * CELL_ELEMENTS)
         if start < stop:
@@ -230,21 +232,27 @@ class Piece:
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """How the ranks of one replica share the model; LayoutError unless they cover each element exactly once."""
+    """How the ranks of one replica (or of one of its stages) share its parameters; LayoutError unless they cover each
+    element exactly once.
+    """
 
     index: Index
     shards: tuple[tuple[Interval, ...], ...]
+    parameters: frozenset[int] | None = None
+    """Numbers of the parameters that these ranks share, where other stages have the rest; None: all."""
 
     def __post_init__(self) -> None:
         spans = sorted(
             (interval.parameter, interval.start, interval.stop) for shard in self.shards for interval in shard
         )
-        reached = dict.fromkeys(range(len(self.index.parameters)), 0)
+        own = range(len(self.index.parameters)) if self.parameters is None else sorted(self.parameters)
+        reached = dict.fromkeys(own, 0)
         for number, start, stop in spans:
             if reached.get(number) != start or start >= stop:
                 raise LayoutError(f"shards: elements {start} to {stop} of parameter {number} leave a gap or overlap")
             reached[number] = stop
-        for parameter, stop in zip(self.index.parameters, reached.values(), strict=True):
+        for number, stop in reached.items():
+            parameter = self.index.parameters[number]
             if stop != parameter.elements:
                 raise LayoutError(f"shards: {parameter.name!r} has {parameter.elements} elements; ranks have {stop}")
 

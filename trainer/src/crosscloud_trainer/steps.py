@@ -117,6 +117,7 @@ def build_algorithm(place: Place, trained: engine.Engine, meeting: Meeting, devi
             trained.layout,
             trained.shard,
             group,
+            group,
             meeting.exchange,
             codec,
             inner_steps=sync.window,
@@ -126,6 +127,7 @@ def build_algorithm(place: Place, trained: engine.Engine, meeting: Meeting, devi
     algorithm = AllReduce(
         trained.layout,
         trained.shard,
+        group,
         group,
         meeting.exchange,
         codec,

@@ -1,0 +1,99 @@
+"""Models cut into stages, one after the other in this process, beside the whole model."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from crosscloud_trainer.failures import Failure
+from crosscloud_trainer.models.stages import Stage, layers_of
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def model(kind, **more):
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **more}), dtype=torch.float32)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, 61, (3, 16), generator=generator)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "glm4", "mistral", "gpt_neox"])
+def test_stages_one_after_the_other_have_the_loss_and_the_gradients_of_the_whole(kind, count):
+    whole, tokens = model(kind), batch()
+    stages = [Stage(copy.deepcopy(whole), number, count) for number in range(count)]
+    loss = whole(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    passed = tokens
+    for stage in stages:
+        passed = stage(passed, tokens) if stage.last else stage(passed)
+    assert float(passed.detach()) == pytest.approx(float(loss.detach()), rel=1e-6)
+    passed.backward()
+    parameters = dict(whole.named_parameters())
+    seen = []
+    for stage in stages:
+        for name, parameter in stage.model.named_parameters():
+            seen.append(name)
+            torch.testing.assert_close(parameter.grad, parameters[name].grad, rtol=1e-4, atol=1e-7)
+    assert sorted(seen) == sorted(parameters)
+
+
+def test_padding_and_positions_reach_every_stage():
+    whole, tokens = model("llama"), batch()
+    mask = torch.ones_like(tokens)
+    mask[0, :7] = 0
+    positions = torch.arange(16).expand(3, 16).flip(0).clone() + 2
+    expected = whole(input_ids=tokens, attention_mask=mask, position_ids=positions, labels=tokens).loss
+    passed = tokens
+    for number in range(2):
+        stage = Stage(copy.deepcopy(whole), number, 2)
+        labels = tokens if stage.last else None
+        passed = stage(passed, labels, attention_mask=mask, position_ids=positions)
+    assert float(passed.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert float(expected.detach()) != pytest.approx(
+        float(whole(input_ids=tokens, labels=tokens).loss.detach()), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "count", "words"),
+    [
+        ("gpt2", {}, 2, "no pipeline plan for gpt2"),
+        ("llama", {}, 5, "at most the model's number of layers, 4"),
+        (
+            "granite",
+            {"embedding_multiplier": 12.0},
+            2,
+            "granite computes more between its parts than its pipeline plan says",
+        ),
+        ("llama", {"tie_word_embeddings": True}, 2, "tied embedding would lie on two stages"),
+    ],
+)
+def test_a_model_that_can_not_be_cut_is_refused_with_the_reason(kind, more, count, words):
+    with pytest.raises(Failure, match=rf"replica\.stages: found {count}; .*{words}"):
+        Stage(model(kind, **more), 0, count)
+
+
+def test_layers_are_dealt_evenly_and_each_once():
+    for layers in range(1, 40):
+        for count in range(1, layers + 1):
+            parts = [layers_of(layers, number, count) for number in range(count)]
+            assert [layer for part in parts for layer in part] == list(range(layers))
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
