@@ -58,6 +58,8 @@ OTHER: dict[str, Any] = {
     "training.evaluateEvery": 50,
     "storage.uri": "s3://models/other",
     "storage.secretName": "other",
+    "checkpoint.everySteps": 501,
+    "checkpoint.keep": 4,
     "failurePolicy.attempts": 4,
     "podTemplate": {"spec": {"containers": [{"name": "trainer", "image": "other"}]}},
     "podTemplate.spec.containers[0].image": "other",
@@ -69,7 +71,7 @@ ALSO_NAMED = {
     "training.data.tokenizer": ["spec.training.data.tokenizerFile"],
 }  # settings of what was there
 OPTIONAL = ["podTemplate", "placement.gpu", "storage.secretName", "replicaOverrides", "sync.topK", "sync.innerSteps"]
-OPTIONAL += ["sync.outerOptimizer", "training.microBatchSize"]
+OPTIONAL += ["sync.outerOptimizer", "training.microBatchSize", "checkpoint.everySteps"]
 EITHER_OR = {"training.model.preset", "training.model.config.model_type", "training.data.train"}
 
 

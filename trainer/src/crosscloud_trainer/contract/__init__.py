@@ -3,6 +3,13 @@
 Standard library only, and the only package of the trainer (beside `sizes` and `pki`) that the operator imports.
 """
 
+from crosscloud_trainer.contract.checkpoint import (
+    ACKNOWLEDGED_KEY,
+    MAX_KEPT,
+    Acknowledged,
+    CheckpointPolicy,
+    StoredCheckpoint,
+)
 from crosscloud_trainer.contract.exits import ExitCode, counted, retryable
 from crosscloud_trainer.contract.manifest import (
     API_VERSION,
@@ -56,16 +63,20 @@ from crosscloud_trainer.contract.run import (
 )
 
 __all__ = [
+    "ACKNOWLEDGED_KEY",
     "API_VERSION",
     "KIND",
     "LINK_PORT",
+    "MAX_KEPT",
     "MASTER_PORT",
     "METRICS_PORT",
     "REPORT_KEY",
     "REPORT_VERSION",
     "RUN_VERSION",
+    "Acknowledged",
     "Activity",
     "Algorithm",
+    "CheckpointPolicy",
     "CodecName",
     "Completion",
     "ContractTooNew",
@@ -97,6 +108,7 @@ __all__ = [
     "Source",
     "StagePlan",
     "Storage",
+    "StoredCheckpoint",
     "Sync",
     "Tokenizer",
     "Training",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from crosscloud_trainer.contract.checkpoint import CheckpointPolicy
 from crosscloud_trainer.contract.reading import dump, rule
 from crosscloud_trainer.sizes import CodecSpec
 
@@ -276,6 +277,7 @@ class JobSpec:
     replica_overrides: tuple[ReplicaOverride, ...] = rule((), max_items=MAX_REPLICAS, unique="name")
     placement: Placement = rule(factory=Placement)
     sync: Sync = rule(factory=Sync)
+    checkpoint: CheckpointPolicy = rule(factory=CheckpointPolicy)
     failure_policy: FailurePolicy = rule(factory=FailurePolicy)
     pod_template: dict[str, Any] | None = rule(None)
 
