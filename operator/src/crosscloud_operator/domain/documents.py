@@ -82,6 +82,7 @@ def run_document(
         replicas=tuple(replicas),
         sync=job.spec.sync,
         training=job.spec.training,
+        script=job.spec.script,
         storage_uri=job.spec.storage.uri,
         checkpoint=job.spec.checkpoint,
         resume_from=checkpoints,
