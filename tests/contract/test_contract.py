@@ -249,6 +249,22 @@ def test_a_codec_has_the_settings_that_the_manifest_gives_it(sync: dict[str, typ
 
 
 @pytest.mark.parametrize(
+    ("sync", "rate", "momentum"),
+    [
+        ({}, 0.7, 0.9),
+        ({"codec": "TopK"}, 1, 0),
+        ({"codec": "TopK", "outerOptimizer": {"momentum": 0.5}}, 0.7, 0.5),
+        ({"codec": "BF16", "outerOptimizer": {"learningRate": 1}}, 1, 0.9),
+    ],
+)
+def test_an_outer_optimizer_that_is_left_out_is_the_one_that_suits_the_codec(
+    sync: dict[str, typing.Any], rate: float, momentum: float
+) -> None:
+    outer = read(JobSpec, minimal() | {"sync": sync}).sync.outer
+    assert (outer.learning_rate, outer.momentum) == (rate, momentum)
+
+
+@pytest.mark.parametrize(
     ("sync", "fault"),
     [
         ({"topK": {}}, r"^sync\.topK: .*for codec TopK only, and codec is Int8; leave it out"),

@@ -139,7 +139,9 @@ class Sync:
 
     @property
     def outer(self) -> OuterOptimizer:
-        return self.outer_optimizer or OuterOptimizer()
+        """What suits the codec, where the manifest doesn't say: the residuals of TopK do the work of momentum."""
+        suitable = OuterOptimizer(1.0, 0.0) if self.codec is CodecName.TOP_K else OuterOptimizer()
+        return self.outer_optimizer or suitable
 
     @property
     def codec_spec(self) -> CodecSpec:
