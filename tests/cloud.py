@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from waiting import eventually
 
 from crosscloud_lab.demo import steps
 from crosscloud_lab.images import build_images, load_images
@@ -21,14 +21,8 @@ Obj = dict[str, Any]
 
 
 def wait_for(what: str, check: Callable[[], Any], seconds: float = 240, every: float = 1.0) -> Any:
-    """The first true value of `check`; its last value is shown when the deadline passes."""
-    deadline = time.monotonic() + seconds
-    while True:
-        value = check()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s; last seen: {value!r}"
-        time.sleep(every)
+    """`eventually` with the patience that clusters need."""
+    return eventually(check, what, seconds, every)
 
 
 @dataclass

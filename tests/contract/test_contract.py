@@ -132,6 +132,9 @@ def specs() -> st.SearchStrategy[JobSpec]:
         training = dataclasses.replace(training, batch_size=batch, micro_batch_size=draw(st.sampled_from([None, 1])))
         if values["sync"].algorithm is contract.Algorithm.ALL_REDUCE:
             values["sync"] = dataclasses.replace(values["sync"], inner_steps=None, outer_optimizer=None)
+        if values["script"] is not None:
+            training = None
+            values["checkpoint"] = dataclasses.replace(values["checkpoint"], every_steps=None)
         names = draw(st.lists(st.from_regex(r"\A[a-z][a-z0-9]{0,8}\Z"), max_size=3, unique=True))
         overrides = tuple(contract.ReplicaOverride(name=name, index=index) for index, name in enumerate(names))
         return JobSpec(
@@ -148,6 +151,20 @@ def specs() -> st.SearchStrategy[JobSpec]:
 @given(specs())
 def test_every_valid_spec_survives_writing_and_reading(spec: JobSpec) -> None:
     assert read(JobSpec, json.loads(json.dumps(dump(spec)))) == spec
+
+
+def test_a_script_stands_in_place_of_training() -> None:
+    script = {"script": {"file": "/app/train.py", "args": ["--steps", "10"]}, "storage": {"uri": "/models"}}
+    assert read(JobSpec, script).script == contract.Script("/app/train.py", ("--steps", "10"))
+    for spec, fault in (
+        ({"storage": script["storage"]}, 'found "neither"; set exactly one of training and script'),
+        (minimal() | script, 'found "both"; set exactly one of training and script'),
+        (script | {"checkpoint": {"everySteps": 5}}, "checkpoint.everySteps: found 5; is for training only"),
+        (script | {"script": {}}, "script.file: found null; is required"),
+    ):
+        with pytest.raises(InvalidDocument) as caught:
+            read(JobSpec, spec)
+        assert fault in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [RunDocument, PeerTable, Report])
@@ -229,6 +246,22 @@ def test_all_faults_are_named_at_once_with_path_value_and_what_is_allowed() -> N
 )
 def test_a_codec_has_the_settings_that_the_manifest_gives_it(sync: dict[str, typing.Any], spec: CodecSpec) -> None:
     assert read(JobSpec, minimal() | {"sync": sync}).sync.codec_spec == spec
+
+
+@pytest.mark.parametrize(
+    ("sync", "rate", "momentum"),
+    [
+        ({}, 0.7, 0.9),
+        ({"codec": "TopK"}, 1, 0),
+        ({"codec": "TopK", "outerOptimizer": {"momentum": 0.5}}, 0.7, 0.5),
+        ({"codec": "BF16", "outerOptimizer": {"learningRate": 1}}, 1, 0.9),
+    ],
+)
+def test_an_outer_optimizer_that_is_left_out_is_the_one_that_suits_the_codec(
+    sync: dict[str, typing.Any], rate: float, momentum: float
+) -> None:
+    outer = read(JobSpec, minimal() | {"sync": sync}).sync.outer
+    assert (outer.learning_rate, outer.momentum) == (rate, momentum)
 
 
 @pytest.mark.parametrize(

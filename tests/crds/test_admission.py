@@ -130,6 +130,8 @@ BAD_SPECS: list[tuple[str, Mapping[str, Any], str]] = [
     ("storage at a relative path", {"storage.uri": "models"}, "storage.uri"),
     ("an empty name of a Secret", {"storage.secretName": ""}, "storage.secretName"),
     ("a Secret's name with a line feed", {"storage.secretName": "s3\n"}, "storage.secretName"),
+    ("a checkpoint at every zeroth step", {"checkpoint.everySteps": 0}, "checkpoint.everySteps"),
+    ("no checkpoint that stays", {"checkpoint.keep": 0}, "checkpoint.keep"),
     ("no attempts", {"failurePolicy.attempts": 0}, "failurePolicy.attempts"),
     ("a pod template as text", {"podTemplate": "none"}, "podTemplate"),
 ]
@@ -146,6 +148,7 @@ UNKNOWN_FIELDS = [
     "training.data.test",
     "storage.secret",
     "placement.members",
+    "checkpoint.every_steps",
     "failurePolicy.retries",
     "suspend",
 ]

@@ -75,6 +75,9 @@ def object_of(cls: type) -> st.SearchStrategy[dict[str, Any]]:
         return data_of(needed, optional)
     if cls is ReplicaOverride:
         needed |= {"name": st.sampled_from("abc"), "index": st.integers(0, 3)}
+    if cls is JobSpec:
+        kinds = [{name: optional.pop(name)} for name in ("script", "training")]
+        return st.one_of([st.fixed_dictionaries(needed | kind, optional=optional) for kind in kinds])
     return st.fixed_dictionaries(needed, optional=optional)
 
 

@@ -58,6 +58,8 @@ OTHER: dict[str, Any] = {
     "training.evaluateEvery": 50,
     "storage.uri": "s3://models/other",
     "storage.secretName": "other",
+    "checkpoint.everySteps": 501,
+    "checkpoint.keep": 4,
     "failurePolicy.attempts": 4,
     "podTemplate": {"spec": {"containers": [{"name": "trainer", "image": "other"}]}},
     "podTemplate.spec.containers[0].image": "other",
@@ -69,8 +71,9 @@ ALSO_NAMED = {
     "training.data.tokenizer": ["spec.training.data.tokenizerFile"],
 }  # settings of what was there
 OPTIONAL = ["podTemplate", "placement.gpu", "storage.secretName", "replicaOverrides", "sync.topK", "sync.innerSteps"]
-OPTIONAL += ["sync.outerOptimizer", "training.microBatchSize"]
+OPTIONAL += ["sync.outerOptimizer", "training.microBatchSize", "checkpoint.everySteps"]
 EITHER_OR = {"training.model.preset", "training.model.config.model_type", "training.data.train"}
+OF_A_SCRIPT = {"script.file": "/app/other.py", "script.args": ["--steps", "20"]}
 
 
 def pointer(path: str) -> str:
@@ -104,10 +107,27 @@ def test_a_changed_field_is_refused_by_its_name(hub: ApiServer, running: dict[st
     assert hub.request("GET", f"{JOBS}/running")["metadata"]["generation"] == 1
 
 
+@pytest.mark.parametrize("path", OF_A_SCRIPT)
+def test_a_script_that_is_changed_is_refused_by_the_name_of_the_field(hub: ApiServer, path: str) -> None:
+    name = "script-" + path.lower().replace(".", "-")
+    spec = {"script": {"file": "/app/train.py", "args": ["--steps", "10"]}, "storage": {"uri": "/models"}}
+    hub.request("POST", JOBS, job(spec, name))
+    operation = {"op": "replace", "path": pointer(path), "value": OF_A_SCRIPT[path]}
+    status, answer = hub.raw("PATCH", f"{JOBS}/{name}", [operation], PATCH)
+    assert (status, refused_fields(answer)) == (422, [f"spec.{path}"]), answer
+
+
+def test_a_job_can_not_become_one_of_a_script(hub: ApiServer, running: dict[str, Any]) -> None:
+    edit = {"spec": {"training": None, "script": {"file": "/app/train.py"}}}
+    status, answer = hub.raw("PATCH", f"{JOBS}/running", edit, MERGE)
+    assert status == 422, answer
+    assert {"spec.training", "spec.script"} <= set(refused_fields(answer))
+
+
 def test_every_field_of_the_spec_is_tried() -> None:
     schema = schema_of(JOB_CRD)["properties"]["spec"]
     leaves = {path.replace("[]", "[0]") for path, part in properties(schema) if "properties" not in part}
-    assert leaves - EITHER_OR <= set(OTHER)
+    assert leaves - EITHER_OR <= {*OTHER, *OF_A_SCRIPT}
 
 
 @pytest.mark.parametrize("path", OPTIONAL)

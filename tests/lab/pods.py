@@ -1,24 +1,15 @@
-"""Small pods for tests of the lab, and patience."""
+"""Small pods for tests of the lab."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from waiting import eventually
+
 from crosscloud_lab.components import SANDBOX_IMAGE
 from crosscloud_lab.lab import Lab
-
-
-def eventually(check: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
-    """The first true answer of `check`; AssertionError with the last one after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not (answer := check()):
-        assert time.monotonic() < deadline, f"{what}: still {answer!r} after {seconds:.0f} s"
-        time.sleep(0.1)
-    return answer
 
 
 def pod(name: str, script: str, *, node: str | None = None, gpus: int = 0, **spec: Any) -> dict[str, Any]:

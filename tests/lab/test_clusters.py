@@ -10,7 +10,8 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
-from lab.pods import Bench, eventually, pod, service
+from lab.pods import Bench, pod, service
+from waiting import eventually
 
 from crosscloud_lab.errors import LabError
 from crosscloud_lab.lab import Lab

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab.pods import eventually
+from lab.pods import pod
+from waiting import eventually
 
 from crosscloud_lab import cgroups
-from crosscloud_lab.components import SANDBOX_IMAGE
 from crosscloud_lab.errors import LabError, PreflightError
 from crosscloud_lab.lab import Lab
 from crosscloud_lab.labfile import parse_lab, read_lab_file
@@ -214,15 +214,8 @@ def test_a_network_in_use_is_told_before_anything_is_made(mini: Mini, tmp_path: 
 
 def run_pod(mini: Mini) -> None:
     """A pod that asks for the GPU and must run."""
-    container = {
-        "name": "main",
-        "image": SANDBOX_IMAGE,
-        "command": ["sh", "-c", "echo here > /tmp/mark; sleep 100000"],
-        "resources": {"limits": {"nvidia.com/gpu": "1"}},
-    }
-    spec = {"containers": [container], "terminationGracePeriodSeconds": 0}
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "runs"}, "spec": spec}
-    mini.lab.kubectl("solo", "apply", "-f", "-", stdin=json.dumps(pod))
+    runs = pod("runs", "echo here > /tmp/mark; sleep 100000", gpus=1)
+    mini.lab.kubectl("solo", "apply", "-f", "-", stdin=json.dumps(runs))
     mini.lab.kubectl("solo", "wait", "--for=condition=Ready", "pod/runs", "--timeout=120s")
 
 

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from lab.pods import Bench, eventually, pod, service
+from lab.pods import Bench, pod, service
+from waiting import eventually
 
 from crosscloud_lab.errors import LabError
 from crosscloud_lab.lab import Lab

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from lab.pods import eventually
+from waiting import eventually
 
 from crosscloud_lab.errors import Ended, LabError
 from crosscloud_lab.progress import PlainProgress

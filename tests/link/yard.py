@@ -7,9 +7,10 @@ import json
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from waiting import eventually
 
 from crosscloud_trainer.contract import RUN_VERSION, Peer, PeerTable, dump_json
 from crosscloud_trainer.link import Authority, Link, LinkSettings
@@ -28,10 +29,7 @@ def free_port() -> int:
 
 def until(condition: Callable[[], object], what: str, seconds: float = DEADLINE) -> None:
     """Waits for a condition; fails with `what` when it doesn't come."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {seconds:g} s: {what}"
-        time.sleep(0.01)
+    eventually(condition, what, seconds, 0.01)
 
 
 class Yard:

@@ -126,6 +126,11 @@ def decoded(spec: CodecSpec, data: bytes, elements: int) -> np.ndarray:
     return int8_decoded(data, elements)
 
 
+def decay(codec: str) -> np.float32:
+    """What is left of a residual in the next round."""
+    return f32(0.95 if codec == "TopK" else 1)
+
+
 def through(codec: str, cell: np.ndarray) -> np.ndarray:
     """What arrives of a cell; the codec has its default settings."""
     spec = CodecSpec(codec)

@@ -172,7 +172,7 @@ def test_error_feedback_sends_what_numpy_says_and_keeps_the_rest(codec, data):
         generator = np.random.default_rng(data.draw(st.integers(0, 99)))
         values = generator.standard_normal(4116).astype(np.float32)
         values[data.draw(st.integers(0, 4115))] = data.draw(st.floats(-1e3, 1e3, width=32))
-        wanted = values + residual
+        wanted = values + residual * np.float32(0.95 if codec.spec.name == "TopK" else 1)
         cells = [encoded(codec.spec, cell) for cell in cells_of(wanted, lengths)]
         assert feedback.encode(torch.from_numpy(values)).numpy().tobytes() == b"".join(cells)
         arrived = [decoded(codec.spec, cell, n) for cell, n in zip(cells, [4096, 20], strict=True)]

@@ -27,6 +27,10 @@ def cells(draw):
     return np.where(generator.random(4096) < 0.01, generator.standard_normal(4096), 0).astype(np.float32)
 
 
+def bf16(value):
+    return float(bf16_decoded(bf16_encoded(np.array([value])))[0])
+
+
 def arrived(spec, cell):
     codec = codec_of(spec)
     return codec.decode(codec.encode(torch.from_numpy(cell), WHOLE), WHOLE).numpy()
@@ -72,33 +76,37 @@ def test_two_levels_leave_no_more_than_the_best_of_all_cuts(cell, keep):
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("keep", [64, 256])
-def test_residuals_stop_growing_and_nothing_is_lost(keep, bits):
-    """What was sent and the residual are together what was given: of numbers that fp32 adds exactly, to the bit."""
+def test_residuals_stop_growing_and_nothing_but_the_decay_is_lost(keep, bits):
     codec = codec_of(CodecSpec("TopK", keep, bits))
     feedback = ErrorFeedback(codec, WHOLE, torch.device("cpu"))
     generator = np.random.default_rng(1)
-    given_values, sent = np.zeros(4096), np.zeros(4096)
     norms = []
-    for _ in range(6 * 4096 // keep):
-        values = np.rint(generator.standard_normal(4096) * 16).astype(np.float32) / 16
-        given_values += values
-        sent += codec.decode(feedback.encode(torch.from_numpy(values)), WHOLE).numpy()
+    for _ in range(80):
+        values = generator.standard_normal(4096).astype(np.float32)
+        before = feedback.residual.numpy().astype(np.float64)
+        sent = codec.decode(feedback.encode(torch.from_numpy(values)), WHOLE).numpy()
+        assert np.abs(sent + feedback.residual.numpy() - (values + 0.95 * before)).max() < 1e-5
         norms.append(float(feedback.residual.norm()))
-    residual = feedback.residual.numpy().astype(np.float64)
-    if bits == 2:
-        assert (sent + residual == given_values).all()
-    assert np.abs(sent + residual - given_values).max() < 1e-3
-    half = len(norms) // 2
-    assert max(norms[half:]) < 1.1 * max(norms[:half])
+    assert max(norms[40:]) < 1.1 * max(norms[:40])
 
 
-def test_a_value_that_never_changes_arrives_in_full_on_average():
-    codec = codec_of(CodecSpec("TopK", 256))
+@given(st.integers(0, 99), keeps)
+def test_with_two_levels_what_was_sent_and_the_residual_are_the_values_to_the_bit(seed, keep):
+    """Of numbers so short that fp32 subtracts them exactly."""
+    codec = codec_of(CodecSpec("TopK", keep))
     feedback = ErrorFeedback(codec, WHOLE, torch.device("cpu"))
-    values = torch.randn(4096, generator=torch.Generator().manual_seed(2))
-    rounds = 400
-    sent = sum(codec.decode(feedback.encode(values), WHOLE) for _ in range(rounds))
-    assert (sent / rounds - values).norm() < 0.1 * values.norm()
+    values = (np.random.default_rng(seed).integers(-2048, 2049, 4096) / 256).astype(np.float32)
+    sent = codec.decode(feedback.encode(torch.from_numpy(values)), WHOLE).numpy()
+    assert (sent + feedback.residual.numpy() == values).all()
+
+
+def test_an_encoding_that_was_taken_back_leaves_the_residuals_as_they_were():
+    codec = codec_of(CodecSpec("TopK"))
+    feedback = ErrorFeedback(codec, WHOLE, torch.device("cpu"))
+    feedback.encode(torch.randn(4096))
+    before, values = feedback.residual.clone(), torch.randn(4096)
+    feedback.take_back(values, feedback.encode(values))
+    torch.testing.assert_close(feedback.residual, before, rtol=0, atol=1e-5)
 
 
 def test_the_second_encoding_sends_later_what_it_could_not_send_at_once():
@@ -108,7 +116,7 @@ def test_the_second_encoding_sends_later_what_it_could_not_send_at_once():
     first[:64], second[64:128] = 2, 1
     reducer = Reducer(codec, index, np.array([0]), error_feedback=True)
     nothing = torch.zeros(4096)
-    for updates, expected in [((first, second), 1.0), ((nothing, nothing), 0.5)]:
+    for updates, expected in [((first, second), 1.0), ((nothing, nothing), bf16(0.95 * 0.5))]:
         payloads = {
             number: EncodedCells(codec, np.array([0]), WHOLE, codec.encode(update, WHOLE))
             for number, update in enumerate(updates)
@@ -116,7 +124,7 @@ def test_the_second_encoding_sends_later_what_it_could_not_send_at_once():
         result = reducer.reduce(payloads, {0: 1, 1: 1}).decode()
         assert set(result[result != 0].tolist()) == {expected}
         assert int((result != 0).sum()) == 64
-    assert not reducer.residual.any()
+    assert reducer.residual.abs().max() < 0.5 * 2.0**-8
 
 
 PARTS = top_k_parts(CodecSpec("TopK"))

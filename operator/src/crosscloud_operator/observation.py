@@ -204,6 +204,12 @@ async def fresh_reports(job: Job, status: JobStatus, replicas: Iterable[int], re
     return observed.replica_reports(raws, job.id, current(status).number, stages)
 
 
+def replicas_in_reach(world: World, status: JobStatus) -> set[int]:
+    """Replicas of the plan in members that have a MemberCluster: of the others nothing can be heard any more."""
+    known, _ = _known_members(world, status)
+    return {stage.replica for stage in status.plan if stage.member in known}
+
+
 async def attempt_objects(world: World, job: Job, status: JobStatus, reach: Reach) -> tuple[Found, ...]:
     """Everything of attempts that is left in the job's members, by fresh lists. A member whose MemberCluster was
     removed is not waited for: who removes it says that nothing of ours goes on there.

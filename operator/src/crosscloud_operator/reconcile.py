@@ -136,6 +136,8 @@ async def _observe(world: World, job: Job, status: JobStatus, reach: Reach, sett
         facts = await _observe_attempt(world, facts, reach)
     elif state in (State.STOPPING, State.ENDING):
         facts = replace(facts, found=await observation.attempt_objects(world, job, status, reach))
+        replicas = observation.replicas_in_reach(world, status)
+        facts = replace(facts, reports=await observation.fresh_reports(job, status, replicas, reach))
     return replace(facts, unreachable=dict(reach.lost))
 
 

@@ -56,7 +56,8 @@ class AllReduce:
         self._replica = replica
         self._exchange = exchange
         self._codec = codec
-        self._tokens = tokens
+        self.tokens = tokens
+        """Of the whole replica in a step: the weight of its gradient. A step may have another number."""
         self._layout = layout
         self._holding = Holding(layout, group, codec)
         self._feedback = ErrorFeedback(codec, self._holding.lengths, shard.device, enabled=error_feedback)
@@ -86,11 +87,17 @@ class AllReduce:
                 return None
             self.round += 1
             self.digest = self._weights_digest()
-            self._report = self._told({self._exchange.replica: self._tokens}, None, applied=True)
+            self._report = self._told({self._exchange.replica: self.tokens}, None, applied=True)
             self._exchange.prepared(self.round)
         report, self._report = self._report, None
         assert report is not None, "the engine has not asked for the exchange of this step"
         return report
+
+    def finish(self) -> RoundReport | None:
+        """The end of a run whose last step wasn't known to be the last: no window is open; in a view of one the last
+        digest is made now.
+        """
+        return self.on_step(0, last=True) if self.alone else None
 
     def reduce(self, gradient: Shard) -> float | None:
         """Replaces the replica's gradient by the mean of all replicas; returns the mean's norm over the whole model,
@@ -123,7 +130,7 @@ class AllReduce:
 
     def _ask(self, payload: EncodedCells | None) -> RoundResult:
         self.round += 1
-        weight = self._tokens if payload is not None else 0
+        weight = self.tokens if payload is not None else 0
         return self._exchange.exchange(RoundRequest(self.round, weight, payload, self.digest))
 
     def _end(self, answer: RoundResult, payload: EncodedCells | None, agreed: int, *, applied: bool) -> None:

@@ -89,6 +89,15 @@ class DiLoCo:
         self._tokens += tokens
         if not last and not ends_window(self._steps, self._inner_steps):
             return None
+        return self._end_window()
+
+    def finish(self) -> RoundReport | None:
+        """The round of a window that the end of the run cuts short; None where no step has been done since the last.
+        As `on_step`, where one didn't know which step was the last.
+        """
+        return None if ends_window(self._steps, self._inner_steps) else self._end_window()
+
+    def _end_window(self) -> RoundReport:
         self.round += 1
         tokens, self._tokens = self._tokens, 0
         if len(self._exchange.view) == 1:

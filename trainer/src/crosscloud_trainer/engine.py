@@ -5,12 +5,15 @@ the replica and calls our optimizer (shard_optimizer.py), which asks `Engine._be
 exchanged between replicas, where the algorithm does that, and clipped; then the user's optimizer steps.
 """
 
+import functools
 import logging
 import math
 import os
+import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -65,19 +68,25 @@ class StepReport:
     """Over all ranks, after an exchange, before clipping; infinite if the step was skipped."""
     learning_rate: float
     """Of the user's first group, in this step."""
+    exchange_seconds: float = 0.0
+    """Of this step, spent on exchanging its gradient with other replicas."""
 
 
 def init_distributed(timeout: timedelta = timedelta(minutes=30)) -> torch.device:
     """Joins the process group that torchrun's environment describes (NCCL with CUDA, else gloo); returns this
     rank's device.
     """
-    # DeepSpeed would compile a shared-memory op in every process that finds a compiler; gloo serves as well.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    compile_nothing()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=timeout, verbose=False)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def compile_nothing() -> None:
+    """DeepSpeed would compile a shared-memory op in every process that finds a compiler; gloo serves as well."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def close() -> None:
@@ -140,6 +149,7 @@ class Engine:
         optimizer.before_step = self._before_step
         self._asked = False
         self._norm = 0.0
+        self._exchange_seconds = 0.0
         self._skipped = 0
         self._skipped_in_a_row = 0
 
@@ -149,6 +159,10 @@ class Engine:
         own = frozenset(interval.parameter for shard in shards for interval in shard)
         empty = {number for number, parameter in enumerate(self.index.parameters) if not parameter.elements}
         return ReplicaLayout(self.index, tuple(shards), own | empty if self._partial else None)
+
+    @property
+    def zero_stage(self) -> int:
+        return self._settings.zero_stage
 
     @property
     def module(self) -> torch.nn.Module:
@@ -172,15 +186,21 @@ class Engine:
 
         Raises TooManySkippedStepsError, on all ranks alike.
         """
+        return self.around(self._engine.step)
+
+    def around(self, plain: Callable[[], object]) -> StepReport | None:
+        """`step` where `plain` is DeepSpeed's own."""
         boundary = self._settings.accumulation_steps is None or self._engine.is_gradient_accumulation_boundary()
         rate = float(self._optimizer.inner.param_groups[0]["lr"])
-        self._asked = False
-        self._engine.step()
+        self._asked, self._exchange_seconds = False, 0.0
+        plain()
         if not boundary:
             return None
         applied = bool(self._engine.was_step_applied())
         if self.exchange is not None and not self._asked:
-            self.exchange.skip()  # DeepSpeed skipped the step by itself; the others wait for this replica's word
+            self._tell_skip(
+                self.exchange
+            )  # DeepSpeed skipped the step by itself; the others wait for this replica's word
         self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
         self._skipped += not applied
         if self._skipped_in_a_row >= self._settings.max_skipped_steps:
@@ -188,7 +208,18 @@ class Engine:
                 f"gradients were not finite for {self._skipped_in_a_row} steps in a row; lower the learning rate, "
                 "clip gradients, or look for bad data"
             )
-        return StepReport(applied, self._skipped, self._norm if applied else float("inf"), rate)
+        norm = self._norm if applied else float("inf")
+        return StepReport(applied, self._skipped, norm, rate, self._exchange_seconds)
+
+    def clip_after_exchange(self) -> None:
+        """Takes clipping over from DeepSpeed, which would clip before the exchange, each replica by another norm."""
+        limit = float(self._engine.gradient_clipping())
+        if not limit:
+            return
+        self._engine._config.gradient_clipping = 0.0
+        if hasattr(self._engine.optimizer, "clip_grad"):
+            self._engine.optimizer.clip_grad = 0.0
+        self._settings = replace(self._settings, clip_norm=limit)
 
     def refresh(self) -> None:
         """Copies the fp32 shards, after a round rewrote them, to the working weights of all ranks.
@@ -207,10 +238,12 @@ class Engine:
         if not math.isfinite(self._norm):
             # Only ZeRO 0 in fp32 comes here: DeepSpeed doesn't look at its gradients.
             if self.exchange is not None:
-                self.exchange.skip()
+                self._tell_skip(self.exchange)
             return self._skip()
         if self.exchange is not None:
+            started = time.monotonic()
             norm = self.exchange.reduce(Shard(self.index, self.shard.intervals, self._insides.gradients()))
+            self._exchange_seconds += time.monotonic() - started
             if norm is None:
                 return self._skip()
             self._norm = norm
@@ -221,6 +254,11 @@ class Engine:
             for gradient in self._insides.all_gradients():
                 gradient.mul_(factor)
         return True
+
+    def _tell_skip(self, exchange: GradientExchange) -> None:
+        started = time.monotonic()
+        exchange.skip()
+        self._exchange_seconds += time.monotonic() - started
 
     def _skip(self) -> bool:
         """Has DeepSpeed count this step as skipped: it leaves the learning rate's schedule where it is."""
@@ -278,3 +316,98 @@ def _deepspeed_config(settings: EngineSettings) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "steps_per_print": None,
     }
+
+
+class Watcher(Protocol):
+    """What is told of the DeepSpeed engine that a script built and drives itself."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The script's loss of a micro-batch."""
+        ...
+
+    def step(self, engine: Any, plain: Callable[[], object]) -> None:
+        """Instead of DeepSpeed's step; `plain` is that step. Once for each micro-batch."""
+        ...
+
+
+_watchers: weakref.WeakKeyDictionary[ShardOptimizer, Watcher] = weakref.WeakKeyDictionary()
+
+
+def watch(optimizer: ShardOptimizer, watcher: Watcher) -> None:
+    """Has `watcher` told of the DeepSpeed engine that will be built with `optimizer`; others stay as they are."""
+    _watchers[optimizer] = watcher
+    _wrap_engine()
+
+
+@functools.cache
+def _wrap_engine() -> None:
+    """One wrapper, once in a process. ZeRO takes our optimizer without being told that it may: inside, it is the
+    user's, which steps on whatever DeepSpeed gives it."""
+    from deepspeed.runtime.zero import utils
+
+    utils.ZERO_SUPPORTED_OPTIMIZERS.append(ShardOptimizer)
+    kind = deepspeed.DeepSpeedEngine
+    plain_step, plain_backward = kind.step, kind.backward
+
+    def watcher_of(engine: Any) -> Watcher | None:
+        given = engine.client_optimizer
+        return _watchers.get(given) if isinstance(given, ShardOptimizer) else None
+
+    @functools.wraps(plain_step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        watcher = watcher_of(self)
+        if watcher is None:
+            plain_step(self, *args, **kwargs)
+        else:
+            watcher.step(self, lambda: plain_step(self, *args, **kwargs))
+
+    @functools.wraps(plain_backward)
+    def backward(self: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        watcher = watcher_of(self)
+        if watcher is not None:
+            watcher.backward(loss)
+        return plain_backward(self, loss, *args, **kwargs)
+
+    kind.step, kind.backward = step, backward
+
+
+def adopt(engine: Any, optimizer: ShardOptimizer, *, max_skipped_steps: int = 10) -> Engine:
+    """The engine around a DeepSpeed engine that a script built with `optimizer`. Collective, before its first step.
+
+    Raises EngineError for a configuration that can't be trained this way.
+    """
+    stage = int(engine.zero_optimization_stage())
+    _check_adopted(engine, stage)
+    names = parameter_names(engine.module)
+    _check_optimizer(optimizer.inner, names)
+    optimizer.name(names)
+    trained = {names[id(p)]: _elements(p) for group in optimizer.users_groups for p in group}
+    settings = EngineSettings(
+        zero_stage=stage,  # type: ignore[arg-type]  # DeepSpeed has no others
+        precision="bf16" if engine.bfloat16_enabled() else "fp32",
+        micro_batch_size=int(engine.train_micro_batch_size_per_gpu()),
+        accumulation_steps=int(engine.gradient_accumulation_steps()),
+        max_skipped_steps=max_skipped_steps,
+    )
+    return Engine(engine, optimizer, settings, Index.of(trained), names)
+
+
+def _check_adopted(engine: Any, stage: int) -> None:
+    faults = []
+    if engine.fp16_enabled():
+        faults.append("fp16.enabled: found true; loss scaling is each replica's own: use bf16 or fp32")
+    offloads = (engine.zero_offload_optimizer(), engine.zero_offload_param())
+    if any(offload is not None and offload.device != "none" for offload in offloads):
+        faults.append("zero_optimization.offload_optimizer, offload_param: must be left out")
+    if engine.pipeline_parallelism:
+        faults.append("the model is a PipelineModule: only plain modules can be wrapped")
+    if stage == 3 and len(engine.optimizer.fp32_partitioned_groups_flat) > 1:
+        found = engine.zero_sub_group_size()
+        faults.append(f"zero_optimization.sub_group_size: found {found:g}; must be above a rank's part of the model")
+    if faults:
+        raise EngineError("DeepSpeed's configuration can't be used in a job: " + "; ".join(faults))
+
+
+def _elements(parameter: torch.nn.Parameter) -> int:
+    """Of the whole parameter, also where ZeRO 3 has left a rank none of it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -88,6 +88,9 @@ class Meeting:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         if self.link is not None:
             self.link.close()
 

@@ -42,7 +42,12 @@ def write_result(storage: Storage, model: PreTrainedModel, provenance: Mapping[s
         model.save_pretrained(folder)
         byte_tokenizer(model.config).save_pretrained(folder)
         (folder / PROVENANCE).write_text(json.dumps(provenance, indent=1, sort_keys=True))
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                storage.upload(path, f"{FOLDER}/{path.relative_to(folder).as_posix()}")
+        return store_folder(storage, folder)
+
+
+def store_folder(storage: Storage, folder: Path) -> str:
+    """Store the files below `folder` as the result; returns its address."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            storage.upload(path, f"{FOLDER}/{path.relative_to(folder).as_posix()}")
     return storage.address(FOLDER)

@@ -20,10 +20,14 @@ class ShardOptimizer(torch.optim.Optimizer):
     groups.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-        """`names` are canonical ones by id of the model's parameters."""
+    def __init__(self, inner: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> None:
+        """`names` are canonical ones by id of the model's parameters; where they aren't known yet, `name` tells them
+        before `bind`.
+        """
         self.inner = inner
-        self._groups = [[names[id(p)] for p in group["params"]] for group in inner.param_groups]
+        self.users_groups = [list(group["params"]) for group in inner.param_groups]
+        """The parameters of the model, in the user's groups."""
+        self._groups: list[list[str]] = []
         self._shapes = [p.shape for group in inner.param_groups for p in group["params"]]
         self._views: list[tuple[str, torch.nn.Parameter]] = []
         self._gradients: Callable[[], Sequence[torch.Tensor]] | None = None
@@ -35,6 +39,14 @@ class ShardOptimizer(torch.optim.Optimizer):
         parameters = [p for group in inner.param_groups for p in group["params"]]
         super().__init__(parameters, {"lr": inner.param_groups[0]["lr"]})
         self._shown_rate = inner.param_groups[0]["lr"]
+        # of the groups' rates to the first one's: what is set on the shown group keeps them
+        self._ratios = [group["lr"] / self._shown_rate if self._shown_rate else 1.0 for group in inner.param_groups]
+        if names is not None:
+            self.name(names)
+
+    def name(self, names: Mapping[int, str]) -> None:
+        """Tells the canonical names by id of the model's parameters."""
+        self._groups = [[names[id(p)] for p in group] for group in self.users_groups]
 
     @property
     def names(self) -> list[str]:
@@ -100,13 +112,13 @@ class ShardOptimizer(torch.optim.Optimizer):
         ]
 
     def _pass_rate(self) -> None:
-        """A learning rate that someone set on our group goes to all of the user's groups; theirs are shown in
-        ours.
+        """A learning rate that someone set on our group goes to all of the user's groups, in the proportion that they
+        had at first; theirs are shown in ours.
         """
         group = self.param_groups[0]
         if group["lr"] != self._shown_rate:
-            for inner in self.inner.param_groups:
-                inner["lr"] = group["lr"]
+            for inner, ratio in zip(self.inner.param_groups, self._ratios, strict=True):
+                inner["lr"] = group["lr"] if ratio == 1.0 else group["lr"] * ratio
         group["lr"] = self._shown_rate = self.inner.param_groups[0]["lr"]
 
     def state_dict(self) -> dict[str, Any]:

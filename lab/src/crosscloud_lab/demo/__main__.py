@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from crosscloud_lab.builds import build_all
 from crosscloud_lab.demo import steps
@@ -33,7 +34,7 @@ def main() -> int:
         console.print(f"demo: {fault}", markup=False)
         return 1
     except (LabError, JobEndedBadly) as fault:
-        console.print(f"\n[bold red]demo: {fault}[/]")
+        console.print(f"\n[bold red]demo: {escape(str(fault))}[/]")
         console.print("The lab stays up for a look; run `make demo` again to go on, or `make down` to clean up.")
         return 1
     except KeyboardInterrupt:
@@ -60,10 +61,10 @@ def _run(console: Console) -> int:
         steps.apply_job(lab, MANIFEST)
     with phases("training: two replicas in two clusters, DeepSpeed ZeRO inside, compressed exchange between"):
         story = follow(lab, "ml", "tiny-llama", console)
-    with phases("result: crosscloud fetch, and a sentence from the model"):
-        sentence = steps.fetch_and_generate(lab, "ml", "tiny-llama", OUT / "model")
+    with phases("result: crosscloud fetch, and a few lines from the model"):
+        written = steps.fetch_and_generate(lab, "ml", "tiny-llama", OUT / "model")
         picture = draw(story, OUT / "loss-and-wan.png")
-    summarise(console, story, sentence, picture)
+    summarise(console, story, written, picture)
     goodbye(console, lab)
     return 0
 

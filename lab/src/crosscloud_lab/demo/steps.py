@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,19 @@ def apply_job(lab: Lab, manifest: Path) -> None:
     run(*kubectl, "apply", "-f", manifest)
 
 
-def fetch_and_generate(lab: Lab, namespace: str, name: str, target: Path) -> str:
-    """Brings the model by `crosscloud fetch` and lets it write on from the start of a sentence."""
+@dataclass(frozen=True)
+class Written:
+    """A text that a model went on with."""
+
+    prompt: str
+    continuation: str
+
+
+def fetch_and_generate(lab: Lab, namespace: str, name: str, target: Path) -> Written:
+    """Brings the model by `crosscloud fetch` and lets it go on from the start of a function."""
     shutil.rmtree(target, ignore_errors=True)
     hub = lab.kubeconfig("hub")
     run(tool("crosscloud"), "--kubeconfig", hub, "fetch", name, target, "--namespace", namespace)
     prompt = "def read_file(path):"
-    return run(tool("crosscloud-trainer"), "generate", target, "--prompt", prompt, "--tokens", "160").strip()
+    text = run(tool("crosscloud-trainer"), "generate", target, "--prompt", prompt, "--tokens", "160")
+    return Written(prompt, text.removeprefix(prompt).rstrip())

@@ -7,13 +7,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from crosscloud_lab.demo.follow import Story, megabytes, where
+from crosscloud_lab.demo.steps import Written
 from crosscloud_lab.lab import Lab
 
 
-def summarise(console: Console, story: Story, sentence: str, picture: Path) -> None:
-    """Facts of the run: places, loss, speed, bytes at the interface against dense fp32, digests, a sentence."""
+def summarise(console: Console, story: Story, written: Written, picture: Path) -> None:
+    """Facts of the run: places, loss, speed, bytes at the interface against dense fp32, digests, what it writes."""
     status, last = story.status, story.samples[-1]
     progress = status["progress"]
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -22,9 +24,10 @@ def summarise(console: Console, story: Story, sentence: str, picture: Path) -> N
     table.add_row("training loss", f"{progress['firstLoss']} at the start, {progress['loss']} at the end")
     table.add_row("validation loss", str(progress.get("validationLoss", "-")))
     table.add_row("speed", f"{mean_speed(story):.0f} tokens/s on this machine's processors")
-    ratio = last.dense_bytes / max(last.wan_bytes, 1)
+    dense = last.progress.dense_bytes
+    ratio = dense / max(last.wan_bytes, 1)
     table.add_row("WAN, counted at the interface", megabytes(last.wan_bytes))
-    table.add_row("fp32 all-reduce at every step", f"{megabytes(last.dense_bytes)}: {ratio:.0f} times as much")
+    table.add_row("fp32 all-reduce at every step", f"{megabytes(dense)}: {ratio:.0f} times as much")
     digests = {row["index"]: row.get("digest") for row in status["replicaStatuses"]}
     same = len(set(digests.values())) == 1 and None not in digests.values()
     word = "equal" if same else "[bold red]DIFFERENT[/]"
@@ -32,13 +35,17 @@ def summarise(console: Console, story: Story, sentence: str, picture: Path) -> N
     table.add_row("picture", str(picture))
     table.add_row("result", status["result"]["uri"])
     console.print(Panel(table, title="One model, trained in two clusters", title_align="left", expand=False))
-    console.print(Panel(sentence, title="What it writes", title_align="left", expand=False), markup=False)
+    text = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    text.add_row("we wrote", Text(written.prompt, style="bold"))
+    text.add_row("it went on", Text(written.continuation))
+    title = f"What it writes after {last.progress.tokens:,} tokens: the shape of Python, not yet its sense"
+    console.print(Panel(text, title=title, title_align="left", expand=False))
 
 
 def mean_speed(story: Story) -> float:
     """Tokens per second of the whole job, from the first report of a step to the last."""
-    first, last = story.reported[0], story.reported[-1]
-    return (last.tokens - first.tokens) / max(last.seconds - first.seconds, 1e-9)
+    first, last = story.trained[0], story.trained[-1]
+    return (last.progress.tokens - first.progress.tokens) / max(last.seconds - first.seconds, 1e-9)
 
 
 def goodbye(console: Console, lab: Lab) -> None:

@@ -11,7 +11,7 @@ from crosscloud_operator.domain.record import Home, PlacedStage
 from crosscloud_operator.domain.settings import JobSettings
 from crosscloud_operator.domain.spec import Job
 from crosscloud_trainer import contract
-from crosscloud_trainer.contract import Peer, PeerTable, ReplicaPlan, RunDocument, StagePlan
+from crosscloud_trainer.contract import Peer, PeerTable, ReplicaPlan, RunDocument, StagePlan, StoredCheckpoint
 from crosscloud_trainer.pki import PodIdentity
 
 
@@ -58,7 +58,9 @@ def choose_home(plan: Sequence[PlacedStage], hub_member: str | None) -> str:
     return min(lowest, key=lambda name: (name == hub_member, -number[name], lowest[name]))
 
 
-def run_document(job: Job, attempt: int, home: Home, plan: Sequence[PlacedStage]) -> RunDocument:
+def run_document(
+    job: Job, attempt: int, home: Home, plan: Sequence[PlacedStage], checkpoints: tuple[StoredCheckpoint, ...] = ()
+) -> RunDocument:
     replicas = []
     for index in sorted({stage.replica for stage in plan}):
         stages = sorted((stage for stage in plan if stage.replica == index), key=lambda stage: stage.stage)
@@ -80,7 +82,10 @@ def run_document(job: Job, attempt: int, home: Home, plan: Sequence[PlacedStage]
         replicas=tuple(replicas),
         sync=job.spec.sync,
         training=job.spec.training,
+        script=job.spec.script,
         storage_uri=job.spec.storage.uri,
+        checkpoint=job.spec.checkpoint,
+        resume_from=checkpoints,
     )
 
 

@@ -13,7 +13,16 @@ from typing import Any
 from crosscloud_operator.domain import names
 from crosscloud_operator.domain.documents import PlannedPod
 from crosscloud_operator.domain.names import JobId
-from crosscloud_trainer.contract import LINK_PORT, METRICS_PORT, PeerTable, RunDocument, dump_json
+from crosscloud_trainer.contract import (
+    ACKNOWLEDGED_KEY,
+    LINK_PORT,
+    METRICS_PORT,
+    Acknowledged,
+    PeerTable,
+    RunDocument,
+    StoredCheckpoint,
+    dump_json,
+)
 from crosscloud_trainer.pki import PodCertificate
 
 Obj = dict[str, Any]
@@ -23,10 +32,16 @@ PEERS_KEY = "peers.json"
 AUTHORITY_KEY = "ca.crt"
 
 
-def anchor(job: JobId) -> Obj:
-    """Owns everything that we make in this member; deleting it cleans the member."""
+def anchor(job: JobId, checkpoints: Sequence[StoredCheckpoint] = ()) -> Obj:
+    """Owns everything that we make in this member; deleting it cleans the member.
+
+    `checkpoints` are those that the job's status has: the trainer deletes no other before it has read that here.
+    """
     meta = {"name": names.anchor(job.name), "namespace": job.namespace, "labels": names.labels(job, "anchor")}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"job": f"{job.namespace}/{job.name}"}}
+    data = {"job": f"{job.namespace}/{job.name}"}
+    if checkpoints:
+        data[ACKNOWLEDGED_KEY] = dump_json(Acknowledged(tuple(checkpoints)))
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": data}
 
 
 def owner(job: JobId, anchor_uid: str) -> Obj:

@@ -15,7 +15,7 @@ from crosscloud_operator.domain import manifests, names, scheduling, spec
 from crosscloud_operator.domain.documents import PlannedPod
 from crosscloud_operator.domain.settings import JobSettings
 from crosscloud_operator.domain.spec import RESERVED, Job
-from crosscloud_trainer.contract import LINK_PORT, METRICS_PORT
+from crosscloud_trainer.contract import ACKNOWLEDGED_KEY, LINK_PORT, METRICS_PORT
 
 Obj = dict[str, Any]
 Raw = Mapping[str, Any]
@@ -130,6 +130,7 @@ def _env(job: Job, planned: PlannedPod, home: str) -> list[Obj]:
     if planned.reports:
         report = names.report(job.id.name, planned.id.replica)
         found["CROSSCLOUD_REPORT"] = f"configmap:{job.id.namespace}/{report}"
+        found["CROSSCLOUD_ACKNOWLEDGED"] = f"{ROOT}/anchor/{ACKNOWLEDGED_KEY}"
         if planned.member == home:
             found["CROSSCLOUD_REGISTER"] = f"configmap:{job.id.namespace}/{names.view(job.id.name)}"
     return [{"name": name, "value": value} for name, value in found.items()]
@@ -161,6 +162,7 @@ def _mounts(job: Job, planned: PlannedPod) -> list[Mount]:
         authority = {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}}
         projected = {"projected": {"sources": [token, authority], "defaultMode": PRIVATE}}
         found.append(Mount(f"{RESERVED}report", f"{ROOT}/report", projected))
+        found.append(Mount(f"{RESERVED}anchor", f"{ROOT}/anchor", {"configMap": {"name": names.anchor(name)}}))
     return found
 
 

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from crosscloud_operator.domain.errors import InvalidStatus
-from crosscloud_trainer.contract import dump
+from crosscloud_trainer.contract import StoredCheckpoint, dump
 from crosscloud_trainer.contract.reading import camel, fields_of
 
 # The times in a status that are computed with; lastTransitionTime is only handed on.
@@ -169,6 +169,7 @@ class JobStatus:
     members: tuple[MemberState, ...] = ()
     replica_statuses: tuple[ReplicaStatus, ...] = ()
     progress: ProgressSummary | None = None
+    checkpoints: tuple[StoredCheckpoint, ...] = ()  # newest first, as many as the job keeps
     result: Result | None = None
     started_at: str | None = None
     finished_at: str | None = None

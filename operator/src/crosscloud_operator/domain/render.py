@@ -22,7 +22,7 @@ def attempt_actions(facts: Facts) -> tuple[Action, ...]:
     gateways = {name: site.gateway for name, site in facts.sites.items() if site.gateway}
     members = sorted({stage.member for stage in plan})
     table = documents.peer_table(job, attempt, plan, gateways if len(members) > 1 else {}, settings)
-    document = documents.run_document(job, attempt, home, plan)
+    document = documents.run_document(job, attempt, home, plan, facts.status.checkpoints)
     planned = documents.planned_pods(job.id.name, attempt, plan)
     actions: list[Action] = [EnsureAuthority()]
     for member in members:
@@ -61,7 +61,8 @@ def _support(
     objects.append(manifests.network_policy(job, anchor_uid))
     objects.append(manifests.run_document(job, anchor_uid, document))
     objects.append(manifests.peer_table(job, anchor_uid, table))
-    actions: list[Action] = [Ensure(member, obj) for obj in objects]
+    anchor = manifests.anchor(job, facts.status.checkpoints)
+    actions: list[Action] = [Ensure(member, anchor, update=True), *(Ensure(member, obj) for obj in objects)]
     if facts.storage is not None:
         # The user may have corrected it since the last attempt.
         actions.append(Ensure(member, manifests.storage_secret(job, anchor_uid, facts.storage), update=True))

@@ -72,6 +72,16 @@ def progress_summary(reports: Iterable[Report]) -> ProgressSummary | None:
     )
 
 
+def with_checkpoints(status: JobStatus, reports: Iterable[Report], keep: int) -> JobStatus:
+    """The status with the newest checkpoint that replicas under its home have told of, and `keep` in all."""
+    home = status.home.number if status.home else 0
+    told = [item.progress.checkpoint for item in reports if item.home == home and item.progress.checkpoint]
+    newest = max(told, key=lambda item: item.step, default=None)
+    if newest is None or newest in status.checkpoints:
+        return status
+    return replace(status, checkpoints=(newest, *status.checkpoints)[:keep])
+
+
 def waiting_words(reports: Mapping[int, Report]) -> str | None:
     """`replica 0 waits for replica 1`, for those that wait; None when none does. Since when is in replicaStatuses: a
     text that changes with each wait would make a new Event of each.

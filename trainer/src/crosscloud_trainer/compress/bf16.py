@@ -11,6 +11,7 @@ class BF16Codec:
 
     spec = CodecSpec("BF16")
     lossless = False
+    decay = 1.0
 
     def encode(self, values: torch.Tensor, lengths: Lengths) -> torch.Tensor:  # noqa: ARG002
         check_values(values)

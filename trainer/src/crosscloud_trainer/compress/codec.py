@@ -46,6 +46,11 @@ class Codec(Protocol):
         """Whether decoding gives back the very bits, so that error feedback has nothing to do."""
         ...
 
+    @property
+    def decay(self) -> float:
+        """Factor of what is left of a residual when it is added to the next values; 1 leaves all of it."""
+        ...
+
     def encode(self, values: torch.Tensor, lengths: Lengths) -> torch.Tensor:
         """Bytes (uint8, on the device of `values`) of cells whose values (fp32) lie end to end.
 

@@ -12,13 +12,13 @@ from crosscloud_trainer.layout import Ids
 def encode_with_residual(
     codec: Codec, values: torch.Tensor, lengths: Lengths, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encodes `values + residual`; returns the bytes and the new residual. Pure.
+    """Encodes `values + decay * residual`; returns the bytes and the new residual. Pure.
 
     Raises NonFiniteError if `values` can't be encoded. The sum is limited to `MAX_MAGNITUDE`, so the residual
     stays finite whatever is added up.
     """
     check_values(values)
-    wanted = values.add(residual).clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE)
+    wanted = residual.mul(codec.decay).add_(values).clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE)
     data = codec.encode(wanted, lengths)
     return data, wanted.sub_(codec.decode(data, lengths))
 
@@ -54,4 +54,4 @@ class ErrorFeedback:
         """Undoes an `encode` of all cells whose bytes nobody applied: residuals are as before, but for rounding."""
         if self._keeps:
             decoded = self._codec.decode(data, self._lengths)
-            self.residual.add_(decoded).sub_(values).clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE)
+            self.residual.add_(decoded).sub_(values).div_(self._codec.decay).clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE)

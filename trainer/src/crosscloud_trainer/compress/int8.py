@@ -23,6 +23,7 @@ SMALLEST_SCALE = 2.0**-126
 class Int8Codec:
     spec = CodecSpec("Int8")
     lossless = False
+    decay = 1.0
 
     def encode(self, values: torch.Tensor, lengths: Lengths) -> torch.Tensor:
         check_values(values)

@@ -16,6 +16,7 @@ class NoneCodec:
 
     spec = CodecSpec("None")
     lossless = True
+    decay = 1.0
 
     def encode(self, values: torch.Tensor, lengths: Lengths) -> torch.Tensor:  # noqa: ARG002
         check_values(values)

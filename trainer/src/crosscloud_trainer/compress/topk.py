@@ -8,6 +8,10 @@ dimension the best pair is found without iterating, since each of its two groups
 cuts are tried. With 4 and 8 bits the levels lie evenly between the smallest and the largest kept magnitude, as in QSGD
 (Alistarh et al. 2017, arXiv:1610.02132), but a value takes the nearest one: error feedback makes up for the bias.
 
+Residuals decay by 5 % from round to round, as in SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706): under DiLoCo each
+window starts from the agreed weights and learns again what has not been sent yet, so that a residual holds the same
+step many times. It does the work of outer momentum too, which should be 0 then.
+
 A cell of fewer than 4,096 elements goes through `Int8`: these are norms, biases and the ends of parameters, a small
 part of a model's bytes, and norms and biases stand sparsification badly. That depends on a cell's length only, so it is
 the same in every layout.
@@ -39,6 +43,7 @@ SHORT = Int8Codec()
 
 class TopKCodec:
     lossless = False
+    decay = 0.95
 
     def __init__(self, spec: CodecSpec) -> None:
         self.spec = spec

@@ -3,6 +3,13 @@
 Standard library only, and the only package of the trainer (beside `sizes` and `pki`) that the operator imports.
 """
 
+from crosscloud_trainer.contract.checkpoint import (
+    ACKNOWLEDGED_KEY,
+    MAX_KEPT,
+    Acknowledged,
+    CheckpointPolicy,
+    StoredCheckpoint,
+)
 from crosscloud_trainer.contract.exits import ExitCode, counted, retryable
 from crosscloud_trainer.contract.manifest import (
     API_VERSION,
@@ -22,6 +29,7 @@ from crosscloud_trainer.contract.manifest import (
     Replica,
     ReplicaOverride,
     Schedule,
+    Script,
     Source,
     Storage,
     Sync,
@@ -56,16 +64,20 @@ from crosscloud_trainer.contract.run import (
 )
 
 __all__ = [
+    "ACKNOWLEDGED_KEY",
     "API_VERSION",
     "KIND",
     "LINK_PORT",
     "MASTER_PORT",
+    "MAX_KEPT",
     "METRICS_PORT",
     "REPORT_KEY",
     "REPORT_VERSION",
     "RUN_VERSION",
+    "Acknowledged",
     "Activity",
     "Algorithm",
+    "CheckpointPolicy",
     "CodecName",
     "Completion",
     "ContractTooNew",
@@ -94,9 +106,11 @@ __all__ = [
     "Report",
     "RunDocument",
     "Schedule",
+    "Script",
     "Source",
     "StagePlan",
     "Storage",
+    "StoredCheckpoint",
     "Sync",
     "Tokenizer",
     "Training",

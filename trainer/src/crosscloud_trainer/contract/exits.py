@@ -17,13 +17,13 @@ class ExitCode(enum.IntEnum):
     DIVERGED = 72  # digests differ and repeating the round did not decide who is right
     NON_FINITE = 73  # too many skipped steps in a row
     FENCED = 74  # a newer attempt or incarnation exists
-    TERMINATED = 143  # SIGTERM
+    TERMINATED = 143  # SIGTERM, to this pod or to another one of the attempt: a preemption, no fault of the job's
 
 
 _NOT_RETRYABLE = frozenset(
     {ExitCode.INVALID_INPUT, ExitCode.CONTRACT_TOO_NEW, ExitCode.STORAGE_REFUSED, ExitCode.NON_FINITE}
 )
-_NOT_COUNTED = frozenset({ExitCode.PEERS_MISSING})
+_NOT_COUNTED = frozenset({ExitCode.PEERS_MISSING, ExitCode.TERMINATED})
 
 
 def retryable(code: int) -> bool:
@@ -32,5 +32,5 @@ def retryable(code: int) -> bool:
 
 
 def counted(code: int) -> bool:
-    """Whether the attempt counts against `failurePolicy.attempts`: those that never ran don't."""
+    """Whether the attempt counts against `failurePolicy.attempts`: those that never ran or were told to end don't."""
     return code not in _NOT_COUNTED

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from crosscloud_trainer.contract.checkpoint import CheckpointPolicy
 from crosscloud_trainer.contract.reading import dump, rule
 from crosscloud_trainer.sizes import CodecSpec
 
@@ -138,7 +139,9 @@ class Sync:
 
     @property
     def outer(self) -> OuterOptimizer:
-        return self.outer_optimizer or OuterOptimizer()
+        """What suits the codec, where the manifest doesn't say: the residuals of TopK do the work of momentum."""
+        suitable = OuterOptimizer(1.0, 0.0) if self.codec is CodecName.TOP_K else OuterOptimizer()
+        return self.outer_optimizer or suitable
 
     @property
     def codec_spec(self) -> CodecSpec:
@@ -266,16 +269,32 @@ class FailurePolicy:
 
 
 @dataclass(frozen=True)
-class JobSpec:
-    """`spec` of a CrossCloudTrainingJob. `pod_template` is a PodTemplateSpec, judged by the members' API servers."""
+class Script:
+    """The user's own training script, in place of `training`: it drives DeepSpeed itself and calls `join()`.
 
-    training: Training = rule()
+    `file` is a path in the image, relative to its working directory, or an fsspec address that each pod reads it from.
+    """
+
+    file: str = rule(max_length=1024, pattern=r"[^ \t\r\n]")
+    args: tuple[str, ...] = rule((), max_items=256, max_length=4096)
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """`spec` of a CrossCloudTrainingJob. `pod_template` is a PodTemplateSpec, judged by the members' API servers.
+
+    Exactly one of `training` and `script` is given, the other one is None.
+    """
+
     storage: Storage = rule()
+    training: Training = rule(None)
+    script: Script | None = rule(None)
     replicas: int = rule(1, minimum=1, maximum=MAX_REPLICAS)
     replica: Replica = rule(factory=Replica)
     replica_overrides: tuple[ReplicaOverride, ...] = rule((), max_items=MAX_REPLICAS, unique="name")
     placement: Placement = rule(factory=Placement)
     sync: Sync = rule(factory=Sync)
+    checkpoint: CheckpointPolicy = rule(factory=CheckpointPolicy)
     failure_policy: FailurePolicy = rule(factory=FailurePolicy)
     pod_template: dict[str, Any] | None = rule(None)
 
@@ -306,6 +325,16 @@ class JobSpec:
             if item.index >= self.replicas:
                 allowed = f"must be below spec.replicas ({self.replicas})"
                 yield f"replicaOverrides[{number}].index", item.index, allowed
+        yield from self._check_training()
+
+    def _check_training(self) -> Iterator[Fault]:
+        if (self.training is None) == (self.script is None):
+            yield "", "both" if self.script else "neither", "set exactly one of training and script"
+        if self.script is not None and self.checkpoint.every_steps is not None:
+            found = self.checkpoint.every_steps
+            yield "checkpoint.everySteps", found, "is for training only: a script stores its own; leave it out"
+        if self.training is None:
+            return
         for ranks in sorted({self.gpus_of(replica) for replica in range(self.replicas)}):
             if self.training.batch_size % ranks:
                 allowed = f"must be a multiple of the ranks of every replica; one has {ranks}"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
+from crosscloud_trainer.contract.checkpoint import StoredCheckpoint
 from crosscloud_trainer.contract.manifest import Fault
 from crosscloud_trainer.contract.reading import rule
 
@@ -44,7 +45,8 @@ class Progress:
     """Counters of the replica.
 
     `loss` is the mean training loss of the last steps, `first_loss` that of the first one. Bytes are those sent and
-    received over the link; `digest` is that of the outer state.
+    received over the link; `digest` is that of the outer state. `checkpoint` is the newest one of this attempt that the
+    whole view has written.
     """
 
     step: int = rule(minimum=0)
@@ -62,6 +64,7 @@ class Progress:
     digest: str | None = rule(None)
     waiting_for: tuple[int, ...] = rule(())
     waiting_since: str | None = rule(None, pattern=_TIME)
+    checkpoint: StoredCheckpoint | None = rule(None)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from crosscloud_trainer.contract.manifest import Fault, Sync, Training
+from crosscloud_trainer.contract.checkpoint import MAX_KEPT, CheckpointPolicy, StoredCheckpoint
+from crosscloud_trainer.contract.manifest import Fault, Script, Sync, Training
 from crosscloud_trainer.contract.reading import InvalidDocument, Problem, dump_json, parse_json, read, rule
 
 RUN_VERSION = "run.crosscloud.dev/v1"
@@ -66,7 +67,10 @@ class ReplicaPlan:
 
 @dataclass(frozen=True)
 class RunDocument:
-    """All that the pods of one attempt must agree on."""
+    """All that the pods of one attempt must agree on.
+
+    Exactly one of `training` and `script` is given, the other one is None. `resume_from` has the job's checkpoints, newest first: training goes on from the first that is whole.
+    """
 
     api_version: str = rule()
     job: JobRef = rule()
@@ -74,8 +78,11 @@ class RunDocument:
     home: Home = rule()
     replicas: tuple[ReplicaPlan, ...] = rule(min_items=1, unique="index")
     sync: Sync = rule()
-    training: Training = rule()
     storage_uri: str = rule()
+    training: Training = rule(None)
+    script: Script | None = rule(None)
+    checkpoint: CheckpointPolicy = rule(factory=CheckpointPolicy)
+    resume_from: tuple[StoredCheckpoint, ...] = rule((), max_items=MAX_KEPT)
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON text: handshakes compare it."""

@@ -187,6 +187,7 @@ class LocalJob:
             replicas=plans,
             sync=spec.sync,
             training=spec.training,
+            script=spec.script,
             storage_uri=self.storage_uri,
         )
 

@@ -31,10 +31,12 @@ from crosscloud_trainer.environment import (
 from crosscloud_trainer.failures import Failure, invalid
 from crosscloud_trainer.launcher import network, ranks
 from crosscloud_trainer.launcher.memory import free_memory
+from crosscloud_trainer.launcher.script import SCRIPT_TIMEOUT, fetched
 from crosscloud_trainer.reporting import Changes, ConfigMapSink, FileSink, Identity, Reporter, Sink, Status, read_status
 from crosscloud_trainer.storage import Storage
 
 _LAST_WORD_SECONDS = 15.0  # after SIGTERM, to deliver the completion before the kubelet kills
+_SCRIPT_TIMEOUT_MINUTES = 30 * 24 * 60  # a round may wait for days while a link is cut, and the ranks with it
 _MESSAGE_LIMIT = 4096  # as Kubernetes has it for a termination message
 
 
@@ -122,10 +124,15 @@ def _train(
 
     starting("looking whether the storage can be written")
     Storage(run.storage_uri).check()
-    starting("reading the text")
-    with stop.at_once():  # reading much text takes minutes
-        found = write_corpus(run.training, len(run.replicas), folder)
-    _say(f"data: {found}")
+    command = [sys.executable, "-m", "crosscloud_trainer.train"]
+    if run.script is not None:
+        starting("reading the script")
+        command = [sys.executable, str(fetched(run.script.file, folder)), *run.script.args]
+    else:
+        starting("reading the text")
+        with stop.at_once():  # reading much text takes minutes
+            found = write_corpus(run.training, len(run.replicas), folder)
+        _say(f"data: {found}")
     if stage.nodes > 1:
         starting("looking for the other nodes")
     address, interface = _meeting_point(attempt, environ, deadline, stop)
@@ -137,6 +144,7 @@ def _train(
         master=(address, pod.master_port),
         environ={
             MEMORY: str(free_memory() or ""),
+            SCRIPT_TIMEOUT: str(_SCRIPT_TIMEOUT_MINUTES),
             **environ,
             DATA_FOLDER: str(folder),
             DEADLINE: str(deadline),
@@ -149,7 +157,7 @@ def _train(
         if number == 0:
             environment[STATUS_FILE] = str(status_path)
     starting("loading torch and DeepSpeed")
-    group = ranks.RankGroup([sys.executable, "-m", "crosscloud_trainer.train"], environments, sys.stdout)
+    group = ranks.RankGroup(command, environments, sys.stdout)
 
     changes = Changes(status_path)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from crosscloud_operator.domain import record
+from crosscloud_operator.domain import manifests, record
 from crosscloud_operator.domain import status as words
+from crosscloud_operator.domain.actions import Ensure
 from crosscloud_operator.domain.lifecycle import Decision, Facts, current, end_attempt, tell
 from crosscloud_operator.domain.observed import PodState, has_succeeded
 from crosscloud_operator.domain.record import Cause, JobStatus, Result
@@ -25,7 +26,15 @@ def running(facts: Facts) -> Decision:
     status = tell(facts, status, reason, message, running=value)
     status = words.keep_progress(facts.status, status, facts.settings.progress_interval)
     requeue = facts.settings.cause_grace if any(pod.end for pod in facts.pods) else LOOK
-    return Decision(status, facts.strays, requeue=requeue)
+    return Decision(status, (*facts.strays, *_acknowledged(facts, status)), requeue=requeue)
+
+
+def _acknowledged(facts: Facts, status: JobStatus) -> list[Ensure]:
+    """A checkpoint that the status has from now on is told to the members: older ones may go then."""
+    if status.checkpoints == facts.status.checkpoints:
+        return []
+    anchor = manifests.anchor(facts.job.id, status.checkpoints)
+    return [Ensure(member, anchor, update=True) for member in sorted({stage.member for stage in status.plan})]
 
 
 def cause_of_end(facts: Facts) -> Cause | None:
@@ -117,7 +126,8 @@ def _with_progress(facts: Facts) -> JobStatus:
         replicas.append(words.replica_status(index, facts.reports.get(index), blocked))
     alive = sum(_runs([pod for pod in facts.pods if pod.planned.id.replica == index]) for index in indexes)
     progress = words.progress_summary(facts.reports.values()) or facts.status.progress
-    return replace(facts.status, replica_statuses=tuple(replicas), progress=progress, replicas=alive)
+    status = words.with_checkpoints(facts.status, facts.reports.values(), facts.job.spec.checkpoint.keep)
+    return replace(status, replica_statuses=tuple(replicas), progress=progress, replicas=alive)
 
 
 def _runs(pods: Sequence[PodState]) -> bool:

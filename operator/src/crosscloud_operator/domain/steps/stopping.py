@@ -29,7 +29,12 @@ LONG_RUN = 600.0  # seconds; an attempt that ran for longer starts the pauses an
 
 
 def stopping(facts: Facts) -> Decision:
-    """All pods of the attempt are deleted; those of a last attempt that have ended are kept for their logs."""
+    """All pods of the attempt are deleted; those of a last attempt that have ended are kept for their logs.
+
+    Pods that are told to end write a last checkpoint, so that what they report is listened to until they are gone.
+    """
+    status = words.with_checkpoints(facts.status, facts.reports.values(), facts.job.spec.checkpoint.keep)
+    facts = replace(facts, status=status)
     attempt = current(facts.status)
     final = is_final(facts.status, facts.job)
     left = [item for item in facts.found if not (final and item.is_trainer and item.finished)]

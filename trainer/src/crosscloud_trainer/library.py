@@ -1,0 +1,291 @@
+"""Two lines for a script that drives DeepSpeed itself:
+
+    sync = join()
+    optimizer = sync.wrap(optimizer)      # before deepspeed.initialize(model=..., optimizer=optimizer, config=...)
+
+Outside a job both do nothing. In a job every step of the script's engine is followed by what the manifest's `sync` asks
+for. The engine is looked into at its first step, when DeepSpeed has laid everything out; there the replicas meet.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crosscloud_trainer import engine
+from crosscloud_trainer.allreduce import AllReduce
+from crosscloud_trainer.contract import Activity, ExitCode
+from crosscloud_trainer.environment import STATUS_FILE, die_with_parent, leave_message
+from crosscloud_trainer.exchange import RoundReport
+from crosscloud_trainer.failures import Failure
+from crosscloud_trainer.group import TorchGroup
+from crosscloud_trainer.journal import Journal
+from crosscloud_trainer.meeting import Place, Watch, count_traffic, meet_replicas
+from crosscloud_trainer.reporting import Status, StatusFile
+from crosscloud_trainer.result import store_folder
+from crosscloud_trainer.shard_optimizer import ShardOptimizer
+from crosscloud_trainer.sizes import wan_bytes
+from crosscloud_trainer.steps import TRAFFIC_STEPS, build_algorithm, learned_tokens
+from crosscloud_trainer.storage import Storage
+from crosscloud_trainer.train import explained, serve_metrics
+
+log = logging.getLogger("crosscloud_trainer")
+
+LOG_STEPS = 50
+
+
+class Alone:
+    """Outside a job: what a script asks of `join()`, answered for a job of one replica; nothing is changed."""
+
+    joined = False
+    replica, replicas = 0, 1
+    storage_uri: str | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process among all of the job, for the data that it is to take."""
+        return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the whole job."""
+        return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
+
+    def tokens(self, count: int) -> None: ...
+
+    def finish(self, result: Path | str | None = None) -> None: ...
+
+
+class Joined:
+    """In a job. `wrap` is called once; all ranks of the replica call the same methods in the same order."""
+
+    joined = True
+
+    def __init__(self, place: Place, environ: Mapping[str, str]) -> None:
+        run = place.attempt.run
+        sizes = {plan.index: plan.stages[0].ranks for plan in run.replicas}
+        self.replica, self.replicas = place.replicas.index(place.pod.replica), len(place.replicas)
+        self.rank = place.rank + sum(sizes[index] for index in place.replicas[: self.replica])
+        self.ranks = sum(sizes.values())
+        self.storage_uri: str | None = run.storage_uri
+        self._place = place
+        self._status = _status_file(place, environ)
+        self._optimizer: ShardOptimizer | None = None
+        self._run: _Run | None = None
+        self._told = 0
+        self._losses: list[torch.Tensor] = []
+        self._finished = False
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """What `deepspeed.initialize` is to be given in place of `optimizer`, which has not stepped yet."""
+        if self._optimizer is not None:
+            message = "sync.wrap was called twice: one engine of a script can be trained in a job"
+            raise Failure(ExitCode.INVALID_INPUT, message)
+        self._optimizer = ShardOptimizer(optimizer)
+        engine.watch(self._optimizer, self)
+        return self._optimizer
+
+    def tokens(self, count: int) -> None:
+        """Says, before the step, that this rank learns from `count` tokens (or samples) in it: the weight of the
+        replica's update, and the job's speed. Without it every step of a rank counts 1.
+        """
+        self._told += count
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    def step(self, deepspeed_engine: Any, plain: Callable[[], object]) -> None:
+        if self._run is None:
+            assert self._optimizer is not None
+            self._run = _Run(self._place, engine.adopt(deepspeed_engine, self._optimizer), self._status)
+        if not deepspeed_engine.is_gradient_accumulation_boundary():
+            plain()
+            return
+        tokens, self._told = self._told or 1, 0
+        losses, self._losses = self._losses, []
+        self._run.step(plain, tokens, losses)
+
+    def finish(self, result: Path | str | None = None) -> None:
+        """The end of training, before the script stores its model: the last window's round, so that all replicas have
+        the same weights. `result` is a local folder that is stored as the job's result, from the first replica.
+
+        Without this call it happens at the end of the script, if its process group still exists by then.
+        """
+        if self._finished:
+            return
+        self._finished = True
+        if self._run is None:
+            raise Failure(ExitCode.INVALID_INPUT, "the script has ended without a step of the engine it wrapped")
+        self._run.finish()
+        if self._place.first and self.replica == 0 and result is not None and self._status is not None:
+            self._status.update(detail="storing the result")
+            self._status.update(result_uri=store_folder(Storage(str(self.storage_uri)), Path(result)))
+        if self._status is not None:
+            self._status.close()
+
+    def at_exit(self) -> None:
+        """The end of a script that hasn't called `finish`."""
+        if self._finished or self._run is None:
+            return
+        if not dist.is_initialized():
+            if self._run.open_steps:
+                message = (
+                    f"the last {self._run.open_steps} steps were not exchanged: the script destroyed its process group "
+                    "before; call sync.finish() after the last step"
+                )
+                raise Failure(ExitCode.INVALID_INPUT, message)
+            self._run.settle()
+            return
+        self.finish()
+
+
+class _Run:
+    """The rounds of one script, from its engine's first step."""
+
+    def __init__(self, place: Place, trained: engine.Engine, status: StatusFile | None) -> None:
+        self._place, self._trained, self._status = place, trained, status
+        run = place.attempt.run
+        planned, found = place.attempt.plan.zero_stage, trained.zero_stage
+        if planned != found:
+            message = f"replica.zeroStage: found {planned}; must be {found}, as in the script's DeepSpeed configuration"
+            raise Failure(ExitCode.INVALID_INPUT, message)
+        self._say("meeting the other replicas")
+        self._device = trained.shard.device
+        self._group = TorchGroup(self._device)
+        sizes = [parameter.elements for parameter in trained.index.parameters]
+        self._journal = Journal(0, wan_bytes("None", sizes, len(run.replicas)))
+        deadline = time.monotonic() + place.pod.start_deadline
+        self._meeting = meet_replicas(place, trained, f"script {_digest_of(sys.argv[0])}", deadline)
+        self._algorithm = build_algorithm(place, trained, self._meeting, self._device)
+        if isinstance(self._algorithm, AllReduce) and not self._algorithm.alone:
+            trained.clip_after_exchange()
+        if status is not None:
+            status.watch(Watch(self._meeting, self._journal).live)
+            status.update(activity=Activity.TRAINING, detail=None)
+        if place.first and place.pod.metrics_port:
+            serve_metrics(place, self._journal)
+        self.open_steps = 0
+        self._mark = time.monotonic()
+
+    def step(self, plain: Callable[[], object], tokens: int, losses: list[torch.Tensor]) -> None:
+        loss, tokens_of_all = self._mean(losses, tokens)
+        if isinstance(self._algorithm, AllReduce):
+            self._algorithm.tokens = tokens_of_all
+        report = self._trained.around(plain)
+        assert report is not None, "this is called at the end of an accumulation only"
+        now = time.monotonic()
+        self._journal.step(loss, tokens_of_all, report.skipped, now - self._mark - report.exchange_seconds)
+        self.open_steps += 1
+        self._after_round(self._algorithm.on_step(learned_tokens(report, tokens)), now - report.exchange_seconds)
+        self._mark = time.monotonic()
+        progress = self._journal.progress
+        if self._place.first and progress.step % LOG_STEPS == 0:
+            log.info("step %d: loss %.4f, %.0f tokens/s", progress.step, loss, progress.tokens_per_second)
+
+    def _after_round(self, done: RoundReport | None, started: float) -> None:
+        if done is None:
+            return
+        self.open_steps = 0
+        if self._algorithm.rewrites_weights:
+            self._trained.refresh()
+        self._journal.round(done.round, f"{done.digest:016x}", time.monotonic() - started)
+        if self._place.first and self._algorithm.rewrites_weights:
+            log.info("round %d: digest %016x", done.round, done.digest)
+        if self._algorithm.rewrites_weights or done.round % TRAFFIC_STEPS == 0:
+            count_traffic(self._meeting, self._journal, self._group, self._place)
+
+    def finish(self) -> None:
+        self._after_round(self._algorithm.finish(), time.monotonic())
+        count_traffic(self._meeting, self._journal, self._group, self._place)
+        self.settle()
+        dist.barrier()
+
+    def settle(self) -> None:
+        if self._status is not None:
+            self._status.update(activity=Activity.FINISHING, detail="waiting until all replicas have the last round")
+        self._meeting.settle()
+        self._journal.settled(self._meeting.exchange.settled_round)
+        if self._status is not None:
+            self._status.update(detail=None)
+        self._meeting.close()
+
+    def _mean(self, losses: list[torch.Tensor], tokens: int) -> tuple[float, int]:
+        """Mean loss of the step over the replica's ranks, NaN if the script told none, and the tokens of all of them.
+        Collective."""
+        total = float(torch.stack([loss.double() for loss in losses]).sum()) if losses else 0.0
+        sums = self._group.sums(torch.tensor([total, len(losses), tokens], dtype=torch.float64, device=self._device))
+        total, count, told = sums.tolist()
+        return total / count if count else float("nan"), round(told)
+
+    def _say(self, detail: str) -> None:
+        if self._status is not None:
+            self._status.update(detail=detail)
+
+
+@functools.cache
+def join() -> Alone | Joined:
+    """See `crosscloud_trainer.join`. Raises Failure where the job's documents can't be used."""
+    environ = os.environ
+    if "CROSSCLOUD_REPLICA" not in environ:
+        if environ.get("RANK", "0") == "0":
+            sys.stderr.write("crosscloud: not in a job; join() and wrap() change nothing\n")
+        return Alone()
+    die_with_parent(environ, signal.SIGKILL)
+    sys.excepthook = functools.partial(_end, environ)
+    logging.basicConfig(stream=sys.stdout, level=logging.WARNING, format="%(message)s")
+    log.setLevel(logging.INFO)
+    if not torch.cuda.is_available():
+        engine.compile_nothing()
+    joined = Joined(Place.read(environ), environ)
+    atexit.register(_at_exit, joined, environ)
+    return joined
+
+
+def _at_exit(joined: Joined, environ: Mapping[str, str]) -> None:
+    try:
+        joined.at_exit()
+    except Exception as fault:  # noqa: BLE001 - the edge: after the script's last line nobody else can handle it
+        _end(environ, type(fault), fault, fault.__traceback__)
+
+
+def _end(environ: Mapping[str, str], _: type[BaseException], fault: BaseException, __: TracebackType | None) -> None:
+    """An exception that nobody caught becomes a message for the launcher and an exit code. Nothing else may hold up the
+    end: the other ranks wait in collectives that this one won't join.
+    """
+    failure = explained(fault) if isinstance(fault, Exception) else Failure(128 + signal.SIGINT, "interrupted")
+    leave_message(environ, str(failure))
+    sys.stderr.write(f"error: {failure}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(failure.code)
+
+
+def _status_file(place: Place, environ: Mapping[str, str]) -> StatusFile | None:
+    if not place.first or STATUS_FILE not in environ:
+        return None
+    status = Status(home=place.attempt.run.home.number, detail="the script prepares its training")
+    return StatusFile(Path(environ[STATUS_FILE]), status, lambda now: now)
+
+
+def _digest_of(path: str) -> str:
+    """So that replicas which run unlike scripts say so when they meet."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    except OSError:
+        return "not a file"
