@@ -33,7 +33,12 @@ def until(condition: Callable[[], object], what: str, seconds: float = DEADLINE)
 
 
 class Yard:
-    """The pods of one attempt: one stage, one node per replica, each in a member of its own."""
+    """The pods of one attempt: one stage, one node per replica, each in a member of its own.
+
+    `of_stages` has the stages of one replica in their places.
+    """
+
+    staged = False
 
     def __init__(self, folder: Path, replicas: int = 2, ranks: int = 1, attempt: int = 1, uid: str = UID) -> None:
         self.folder = folder
@@ -46,6 +51,18 @@ class Yard:
         for replica in range(replicas):
             self.issue(self.identity(replica), self.tls(replica))
         self.write()
+
+    @classmethod
+    def of_stages(cls, folder: Path, stages: int, ranks: int = 1) -> Yard:
+        """The pods of one replica whose stages lie in members of their own."""
+        yard = cls(folder, 0)
+        yard.staged = True
+        yard.ports = {stage: cls._ports(ranks) for stage in range(stages)}
+        yard.incarnations = dict.fromkeys(range(stages), 1)
+        for stage in range(stages):
+            yard.issue(yard.identity(stage), yard.tls(stage))
+        yard.write()
+        return yard
 
     def of_attempt(self, attempt: int, folder: Path) -> Yard:
         """The pods of another attempt of the job, who meet those of this one at replica 1's port."""
@@ -78,7 +95,8 @@ class Yard:
                 return first
 
     def identity(self, replica: int, **changes: int) -> PodIdentity:
-        fields = {"attempt": self.attempt, "replica": replica, "stage": 0, "node": 0, "incarnation": 1}
+        place = {"replica": 0, "stage": replica} if self.staged else {"replica": replica, "stage": 0}
+        fields = {"attempt": self.attempt, **place, "node": 0, "incarnation": 1}
         return PodIdentity(self.uid, **{**fields, **changes})
 
     def tls(self, replica: int) -> Path:
@@ -100,8 +118,8 @@ class Yard:
         """The peer table as it is now; a replica with a gateway is reached there by the others."""
         peers = tuple(
             Peer(
-                replica=replica,
-                stage=0,
+                replica=0 if self.staged else replica,
+                stage=replica if self.staged else 0,
                 node=0,
                 incarnation=self.incarnations[replica],
                 member=f"member-{replica}",

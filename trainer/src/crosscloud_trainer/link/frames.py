@@ -38,7 +38,7 @@ class FrameType(enum.IntEnum):
 
 
 class MessageType(enum.IntEnum):
-    """What ranks tell each other; what each means stands in membership/rounds.py."""
+    """What ranks tell each other. What each means stands in membership/rounds.py; the last three: stage_link.py."""
 
     VIEW = 1
     LAYOUT = 2
@@ -46,6 +46,9 @@ class MessageType(enum.IntEnum):
     PAYLOAD = 4
     RESULT = 5
     PREPARED = 6
+    ACTIVATION = 7
+    GRADIENT = 8
+    TOTALS = 9
 
 
 _LIMITS = {

@@ -1,0 +1,131 @@
+"""Stages of one replica over real links: activations, gradients and sums arrive as they were sent, over cuts too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from link.yard import DEADLINE, Yard, until
+
+from crosscloud_trainer.compress import Codec, codec_named
+from crosscloud_trainer.link import Link, Message, MessageType, RankId
+from crosscloud_trainer.link.mail import Mail
+from crosscloud_trainer.stage_link import Boundary, StageFault, StageLeaders, StageLink
+
+PEERS = [RankId(0, stage, 0, 0) for stage in range(3)]
+
+
+class Stage:
+    """One rank of one stage."""
+
+    def __init__(self, link: Link, stage: int, count: int, codec: Codec | None = None) -> None:
+        self.link, self.mail = link, Mail(link)
+        before = Boundary(PEERS[stage - 1], codec) if stage else None
+        after = Boundary(PEERS[stage + 1], codec) if stage + 1 < count else None
+        self.neighbours = StageLink(link, self.mail, before, after)
+        self.leaders = StageLeaders(link, self.mail, PEERS[:count])
+
+
+@contextmanager
+def stages(yard: Yard, count: int, codec: Codec | None = None) -> Iterator[list[Stage]]:
+    with ExitStack() as stack:
+        links = [stack.enter_context(yard.link(stage)) for stage in range(count)]
+        yield [Stage(link, number, count, codec) for number, link in enumerate(links)]
+
+
+def together(works: list[Callable[[], object]]) -> list[object]:
+    outcomes: list[object] = [None] * len(works)
+
+    def run(number: int) -> None:
+        try:
+            outcomes[number] = works[number]()
+        except Exception as fault:  # noqa: BLE001 - handed to the test
+            outcomes[number] = fault
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+    return outcomes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_without_a_codec_arrive_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = [torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(n)).to(dtype) for n in range(4)]
+    values[1][0, 0, 0] = torch.nan
+    with stages(Yard.of_stages(tmp_path, 2), 2) as (first, second):
+        for number, sent in enumerate(values):
+            first.neighbours.send_activation(number, sent)
+        for number, sent in enumerate(values):
+            found = second.neighbours.receive_activation(number)
+            assert found.dtype is dtype
+            assert torch.equal(found.view(torch.uint8), sent.view(torch.uint8))
+            second.neighbours.send_gradient(number, -found)
+            assert torch.equal(first.neighbours.receive_gradient(number).nan_to_num(), -sent.nan_to_num())
+
+
+@pytest.mark.parametrize(("name", "error", "bytes_per_value"), [("BF16", 2**-8, 2.0), ("Int8", 1 / 127, 1.02)])
+def test_a_codec_saves_bytes_within_its_error(tmp_path: Path, name: str, error: float, bytes_per_value: float) -> None:
+    values = torch.randn(3, 41, 100, generator=torch.Generator().manual_seed(1))
+    with stages(Yard.of_stages(tmp_path, 2), 2, codec_named(name)) as (first, second):
+        first.neighbours.send_activation(0, values)
+        found = second.neighbours.receive_activation(0)
+        assert found.shape == values.shape
+        assert float((found - values).abs().max()) <= error * float(values.abs().max())
+        (traffic,) = first.link.traffic()
+        assert sum(traffic.sent.values()) < bytes_per_value * values.numel() + 4000
+
+
+def test_values_that_are_not_finite_arrive_as_such_through_any_codec(tmp_path: Path) -> None:
+    values = torch.ones(5, 4)
+    values[2, 2] = torch.inf
+    with stages(Yard.of_stages(tmp_path, 2), 2, codec_named("Int8")) as (first, second):
+        first.neighbours.send_activation(0, values)
+        assert bool(second.neighbours.receive_activation(0).isnan().all())
+
+
+def test_sums_are_added_in_the_order_of_stages_and_equal_everywhere(tmp_path: Path) -> None:
+    parts = [torch.tensor([1e16, 0.1]), torch.tensor([1.0, 0.2]), torch.tensor([-1e16, 0.3])]
+    parts = [part.double() for part in parts]
+    expected = [(1e16 + 1.0) - 1e16, (0.1 + 0.2) + 0.3]
+    with stages(Yard.of_stages(tmp_path, 3), 3) as ranks:
+        for _ in range(3):
+            sums = together([lambda r=rank, p=part: r.leaders.sums(p) for rank, part in zip(ranks, parts, strict=True)])
+            expected_sums = torch.tensor([0.0 + expected[0], expected[1]], dtype=torch.float32).double()
+            for found in sums:
+                assert isinstance(found, torch.Tensor), found
+                torch.testing.assert_close(found, expected_sums, rtol=1e-6, atol=1e-6)
+            assert len({tuple(found.tolist()) for found in sums if isinstance(found, torch.Tensor)}) == 1
+
+
+def test_activations_go_on_over_a_link_that_was_cut(tmp_path: Path) -> None:
+    yard = Yard.of_stages(tmp_path, 2)
+    with yard.behind_wan(1) as road, stages(yard, 2) as (first, second):
+        values = torch.randn(64, 1000)
+        first.neighbours.send_activation(0, values)
+        assert torch.equal(second.neighbours.receive_activation(0), values)
+        road.cut_after(50_000)
+        first.neighbours.send_activation(1, values + 1)
+        until(lambda: not any(state.connected for state in first.link.states().values()), "the cut is noticed")
+        road.heal()
+        assert torch.equal(second.neighbours.receive_activation(1), values + 1)
+
+
+def test_what_can_not_be_expected_is_an_error_that_names_the_peer(tmp_path: Path) -> None:
+    with stages(Yard.of_stages(tmp_path, 2), 2) as (first, second):
+        for head, body in ((b"", b""), (b"\0" * 14, b"1234567"), (b"\xff" * 14, b""), (b"\0" * 40, b"")):
+            first.link.send(PEERS[1], Message(MessageType.ACTIVATION, head, body))
+            with pytest.raises(StageFault, match="replica 0 stage 0"):
+                second.neighbours.receive_activation(0)
+        first.neighbours.send_activation(3, torch.zeros(2))
+        with pytest.raises(StageFault, match="of micro-batch 3; expected .* of micro-batch 0"):
+            second.neighbours.receive_activation(0)
+        first.link.send(PEERS[1], Message(MessageType.TOTALS, b"\0" * 8, b"\0" * 24))
+        with pytest.raises(StageFault, match="sums of 24 bytes; expected 16"):
+            second.leaders.sums(torch.zeros(2, dtype=torch.float64))
