@@ -105,8 +105,7 @@ class AllReduce:
         """
         values = gradient.read()
         if self._replica.total([int(not encodable(values))])[0]:
-            self.skip()
-            return None
+            return self._skip()
         held = self._holding.gather(values)
         data = self._feedback.encode(held)
         payload = EncodedCells(self._codec, self._holding.ids, self._holding.lengths, data.cpu())
@@ -126,6 +125,10 @@ class AllReduce:
 
     def skip(self) -> None:
         """Takes part in the round without a gradient: all replicas skip the step."""
+        self._replica.total([1])  # other stages of this replica may have one, and ask
+        self._skip()
+
+    def _skip(self) -> None:
         self._end(self._ask(None), None, agreed=0, applied=False)
 
     def _ask(self, payload: EncodedCells | None) -> RoundResult:

@@ -62,7 +62,7 @@ class ReplicaPlan:
     index: int = rule(minimum=0)
     incarnation: int = rule(minimum=1)
     zero_stage: int = rule(minimum=0, maximum=3)
-    stages: tuple[StagePlan, ...] = rule(min_items=1, max_items=1)
+    stages: tuple[StagePlan, ...] = rule(min_items=1, max_items=64, unique="index")
 
 
 @dataclass(frozen=True)

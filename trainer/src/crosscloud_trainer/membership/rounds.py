@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 
 from crosscloud_trainer.link import Authority, Message, MessageType
 from crosscloud_trainer.membership.errors import RoundFailed
+from crosscloud_trainer.membership.numbering import Peer
 
-Peer = tuple[int, int]
-"""(replica, rank in it)"""
 Buffer = bytes | bytearray | memoryview
 HEAD = struct.Struct("!8Q")
 

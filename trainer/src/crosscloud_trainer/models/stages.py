@@ -53,6 +53,7 @@ class Stage(torch.nn.Module):
             setattr(owner, name, Passed())
         self.model = model
         self.first, self.last = number == 0, number == count - 1
+        self.width = int(model.config.get_text_config().hidden_size)
 
     def forward(self, given: torch.Tensor, labels: torch.Tensor | None = None, **more: torch.Tensor) -> torch.Tensor:
         """`more` goes to the model on every stage: positions, attention mask."""
