@@ -69,7 +69,14 @@ class Steps:
         self.journal.step(mean, self._tokens * self.place.ranks, report.skipped, time.monotonic() - started)
         return learned_tokens(report, self._tokens)
 
-    def _exchange(self, learned: int, *, last: bool) -> None:
+    def _agree(self, loss: float) -> tuple[float, bool]:
+        """Mean loss over the ranks of the replica, and whether any of them was told to end. Collective."""
+        told = torch.tensor([loss, float(self.stop.requested)], dtype=torch.float64, device=self.device)
+        dist.all_reduce(told)
+        return float(told[0] / self.place.ranks), bool(told[1])
+
+    def _exchange(self, learned: int, *, last: bool) -> bool:
+        """Whether a round has ended with this step."""
         started = time.monotonic()
         done = self.algorithm.on_step(learned, last=last)
         if done is None:
@@ -129,6 +136,12 @@ def build_algorithm(place: Place, trained: engine.Engine, meeting: Meeting, devi
         group,
         meeting.exchange,
         codec,
+def residual_norm(algorithm: AllReduce | DiLoCo, group: TorchGroup) -> float:
+    """Norm of what encoding has lost so far, over all ranks of the replica. Collective."""
+    own = torch.linalg.vector_norm(algorithm.residual, dtype=torch.float64).square()
+    return float(group.sums(own.reshape(1)).sqrt())
+
+
         tokens=training.batch_size * training.sequence_length,
         error_feedback=sync.error_feedback,
     )
