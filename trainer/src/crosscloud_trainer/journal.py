@@ -38,9 +38,9 @@ class Journal:
         self.seconds = {"compute": 0.0, "exchange": 0.0, "waiting": 0.0}
         self.wan: Mapping[int, Wan] = {}
         self.refusals: Mapping[str, int] = {}
-
         self.residual_norm: float | None = None
         """What encoding has lost so far and later updates bring, over all ranks; None before the first round."""
+
     @property
     def progress(self) -> Progress:
         with self._lock:
