@@ -38,14 +38,19 @@ class Journal:
         self.seconds = {"compute": 0.0, "exchange": 0.0, "waiting": 0.0}
         self.wan: Mapping[int, Wan] = {}
         self.refusals: Mapping[str, int] = {}
+        self.residual_norm: float | None = None
+        """What encoding has lost so far and later updates bring, over all ranks; None before the first round."""
 
     @property
     def progress(self) -> Progress:
         with self._lock:
-            return self._progress
+            spent = {f"{activity}_seconds": max(0.0, round(value, 2)) for activity, value in self.seconds.items()}
+            return replace(self._progress, **spent)  # type: ignore[arg-type]  # its fields are named by activity
 
-    def step(self, loss: float, tokens: int, skipped: int, seconds: float) -> None:
-        """An inner step of the replica: mean loss over its ranks, tokens of all of them, skipped steps so far."""
+    def step(self, loss: float, tokens: int, skipped: int, seconds: float, exchange_seconds: float = 0.0) -> None:
+        """An inner step of the replica: mean loss over its ranks, tokens of all of them, skipped steps so far, and
+        of its `seconds` those in which gradients were exchanged.
+        """
         with self._lock:
             before = self._progress
             self._marks.append((time.monotonic(), before.tokens + tokens))
@@ -63,7 +68,8 @@ class Journal:
                 dense_bytes=round((before.step + 1) * self._dense_per_step),
                 skipped_steps=skipped,
             )
-            self.seconds["compute"] += seconds
+            self.seconds["compute"] += seconds - exchange_seconds
+            self.seconds["exchange"] += exchange_seconds
 
     def round(self, number: int, digest: str, seconds: float) -> None:
         """A round that this replica applied. Progress has it once it is settled."""

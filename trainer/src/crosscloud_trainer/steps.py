@@ -66,7 +66,8 @@ class Steps:
             report = self.trained.step()
         assert report is not None, "the micro-batches of a step are as many as the engine accumulates"
         mean = group_mean(float(torch.stack(losses).mean()), 1, self.device)
-        self.journal.step(mean, self._tokens * self.place.ranks, report.skipped, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self.journal.step(mean, self._tokens * self.place.ranks, report.skipped, seconds, report.exchange_seconds)
         return learned_tokens(report, self._tokens)
 
     def _exchange(self, learned: int, *, last: bool) -> None:
@@ -82,6 +83,7 @@ class Steps:
             self._tell(done, seconds)
         if self.algorithm.rewrites_weights or last or done.round % TRAFFIC_STEPS == 0:
             count_traffic(self.meeting, self.journal, self._group, self.place)
+            self.journal.residual_norm = residual_norm(self.algorithm, self._group)
 
     def _tell(self, done: RoundReport, seconds: float) -> None:
         if self.place.first:
@@ -100,6 +102,12 @@ class Steps:
             rate = self.journal.progress.tokens_per_second
             loss = self.journal.progress.loss or float("nan")
             log.info("step %d of %d: loss %.4f, %.0f tokens/s", number, self.steps, loss, rate)
+
+
+def residual_norm(algorithm: AllReduce | DiLoCo, group: TorchGroup) -> float:
+    """Norm of what encoding has lost so far, over all ranks of the replica. Collective."""
+    own = torch.linalg.vector_norm(algorithm.residual, dtype=torch.float64).square()
+    return float(group.sums(own.reshape(1)).sqrt())
 
 
 def learned_tokens(report: engine.StepReport, tokens: int) -> int:

@@ -69,7 +69,8 @@ class ReplicaPlan:
 class RunDocument:
     """All that the pods of one attempt must agree on.
 
-    Exactly one of `training` and `script` is given, the other one is None. `resume_from` has the job's checkpoints, newest first: training goes on from the first that is whole.
+    Exactly one of `training` and `script` is given, the other one is None. `resume_from` has the job's checkpoints,
+    newest first: training goes on from the first that is whole.
     """
 
     api_version: str = rule()

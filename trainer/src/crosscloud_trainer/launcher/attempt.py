@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.launcher.manifest import Manifest
 from crosscloud_trainer.launcher.memory import free_memory
 from crosscloud_trainer.launcher.ranks import usable_cores
+from crosscloud_trainer.launcher.record import JobRecord
+from crosscloud_trainer.launcher.shaping import Way, shaped
 from crosscloud_trainer.pki import CertificateAuthority, PodIdentity
 from crosscloud_trainer.reporting import Changes
 from crosscloud_trainer.sizes import bytes_text
@@ -97,21 +100,36 @@ class LocalJob:
     """A job on this machine. `work` is private to this run; the storage and logs stay."""
 
     manifest: Manifest
-    uid: str
+    record: JobRecord
     work: Path
     logs: Path
     storage_uri: str
+    link_rate: float | None = None
+    """Of each link between two replicas, in bytes per second each way; None leaves loopback as it is."""
 
-    def start(self, number: int) -> list[LocalPod]:
-        """Write the documents of attempt `number` and start its pods."""
+    @property
+    def uid(self) -> str:
+        return self.record.uid
+
+    def acknowledged(self, number: int) -> Path:
+        """The file by which the pods of attempt `number` hear which checkpoints are kept."""
+        return self.work / f"attempt-{number}" / "checkpoints.json"
+
+    def start(self, number: int, held: ExitStack) -> list[LocalPod]:
+        """Write the documents of attempt `number` and start its pods, and what must last as long as they in `held`."""
         replicas = range(self.manifest.spec.replicas)
         folder = self.work / f"attempt-{number}"
         logs = self.logs / f"attempt-{number}"
         logs.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
+        self.record.begin(number)
         ports = free_ports([self.manifest.spec.gpus_of(replica) + 1 for replica in replicas])
         (folder / "run.json").write_text(dump_json(self._run_document(number)))
-        (folder / "peers.json").write_text(dump_json(self._peer_table(number, ports)))
+        ways = self._ways(ports) if self.link_rate is not None else []
+        held.enter_context(shaped(ways, self.link_rate))
+        for replica in replicas:
+            dialled = {way.destination: way.ports[0] for way in ways if way.source == replica}
+            (folder / f"peers-{replica}.json").write_text(dump_json(self._peer_table(number, ports, dialled)))
         issuer = CertificateAuthority.create(self.uid)
         pods: list[LocalPod] = []
         try:
@@ -150,9 +168,10 @@ class LocalJob:
             "CROSSCLOUD_NODE": "0",
             "CROSSCLOUD_INCARNATION": "1",
             "CROSSCLOUD_RUN": str(folder / "run.json"),
-            "CROSSCLOUD_PEERS": str(folder / "peers.json"),
+            "CROSSCLOUD_PEERS": str(folder / f"peers-{replica}.json"),
             "CROSSCLOUD_TLS": str(folder / f"tls-{replica}"),
             "CROSSCLOUD_REPORT": f"file:{folder / f'report-{replica}.json'}",
+            "CROSSCLOUD_ACKNOWLEDGED": str(folder / "checkpoints.json"),
             "CROSSCLOUD_METRICS_PORT": "0",
             "CROSSCLOUD_MASTER_PORT": str(ports[-1]),
             "CROSSCLOUD_TERMINATION_LOG": str(folder / f"message-{replica}"),
@@ -189,9 +208,18 @@ class LocalJob:
             training=spec.training,
             script=spec.script,
             storage_uri=self.storage_uri,
+            checkpoint=spec.checkpoint,
+            resume_from=self.record.checkpoints,
         )
 
-    def _peer_table(self, number: int, ports: list[range]) -> PeerTable:
+    def _ways(self, ports: list[range]) -> list[Way]:
+        """How each replica dials each other one: by ports of its own."""
+        pairs = [(a, b) for a in range(len(ports)) for b in range(len(ports)) if a != b]
+        blocks = free_ports([len(ports[b]) - 1 for _, b in pairs])
+        return [Way(a, b, block, ports[b][0]) for (a, b), block in zip(pairs, blocks, strict=True)]
+
+    def _peer_table(self, number: int, ports: list[range], dialled: Mapping[int, int]) -> PeerTable:
+        """`dialled` are the first ports of replicas that are reached elsewhere than where they listen."""
         peers = tuple(
             Peer(
                 replica=replica,
@@ -201,7 +229,7 @@ class LocalJob:
                 member=_member(replica),
                 server_name=self._identity(number, replica).server_name,
                 direct=LOOPBACK,
-                link_port=ports[replica][0],
+                link_port=dialled.get(replica, ports[replica][0]),
             )
             for replica in range(self.manifest.spec.replicas)
         )
