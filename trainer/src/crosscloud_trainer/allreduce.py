@@ -105,7 +105,8 @@ class AllReduce:
         """
         values = gradient.read()
         if self._replica.total([int(not encodable(values))])[0]:
-            return self._skip()
+            self._skip()
+            return None
         held = self._holding.gather(values)
         data = self._feedback.encode(held)
         payload = EncodedCells(self._codec, self._holding.ids, self._holding.lengths, data.cpu())

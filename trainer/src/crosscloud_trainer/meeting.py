@@ -145,7 +145,7 @@ def agree_on_data(place: Place, summary: str) -> None:
         raise Failure(ExitCode.INVALID_INPUT, unlike)
 
 
-def meet_replicas(place: Place, trained: engine.Engine, data: str, deadline: float) -> Meeting:
+def meet_replicas(place: Place, trained: engine.Engine, data: str, deadline: float, width: int = 0) -> Meeting:
     """Open or learn the view and meet the ranks of the other replicas over the link. Raises LinkError.
 
     `data` says what is trained on: one order of sequences is dealt to all replicas, so their files must be alike.
@@ -167,7 +167,7 @@ def meet_replicas(place: Place, trained: engine.Engine, data: str, deadline: flo
     link = Link(place.local, pod.tls, pod.peers, agreement, authority)
     link.start()
     mail = Mail(link)
-    stages, leaders = meet_stages(place, link, mail, trained.module.width) if place.stages > 1 else (None, None)
+    stages, leaders = meet_stages(place, link, mail, width) if place.stages > 1 else (None, None)
     if len(run.replicas) == 1:
         return Meeting(SoloExchange(pod.replica, authority), link, None, stages, leaders)
     codec = codec_of(run.sync.codec_spec)
