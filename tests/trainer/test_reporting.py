@@ -184,7 +184,8 @@ def test_metrics_are_served_with_one_prefix_and_the_journals_numbers(tmp_path: P
     found = read_manifest(written(tmp_path, manifest()))
     run = LocalJob(found, record(tmp_path), tmp_path, tmp_path, "/x")._run_document(3)
     journal = Journal(total_steps=8, dense_bytes_per_step=1000)
-    journal.step(2.5, tokens=64, skipped=0, seconds=0.5)
+    journal.step(2.5, tokens=64, skipped=0, seconds=0.5, exchange_seconds=0.125)
+    journal.residual_norm = 0.25
     journal.traffic({1: Wan({"payload": 70, "result": 50}, {"payload": 30})})
     journal.refusals = {"wrong certificate": 2}
     port = free_ports([1])[0][0]
@@ -208,7 +209,11 @@ def test_metrics_are_served_with_one_prefix_and_the_journals_numbers(tmp_path: P
     assert value("dense_bytes_total") == 1000
     assert value("wan_sent_bytes_total", peer="1", kind="payload") == 70
     assert value("wan_received_bytes_total", peer="1", kind="payload") == 30
-    assert value("seconds_total", activity="compute") == 0.5
+    assert value("seconds_total", activity="compute") == 0.375
+    assert value("seconds_total", activity="exchange") == 0.125
+    assert value("compression_ratio") == 1000 / 120
+    assert value("residual_norm") == 0.25
+    assert value("unsaved_steps") == 1
     assert value("link_refusals_total", reason="wrong certificate") == 2
     assert value("info", version=metrics.package_version(), attempt="3", incarnation="1") == 1
 
