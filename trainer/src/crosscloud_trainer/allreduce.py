@@ -80,6 +80,10 @@ class AllReduce:
         """This rank's part of the weights that all replicas have, compact flat fp32."""
         return self._shard.read()
 
+    def resume(self, number: int, _steps: int, agreed: int) -> None:
+        """Goes on after round `number`, whose digest was `agreed`, once the weights were overwritten by stored ones."""
+        self.round, self.digest = number, agreed
+
     def on_step(self, tokens: int, *, last: bool = False) -> RoundReport | None:  # noqa: ARG002 - as in DiLoCo
         """The round of the inner step that has just been done; None in a view of one, but for the last step."""
         if self.alone:

@@ -12,12 +12,15 @@ import torch.distributed as dist
 from crosscloud_trainer import engine
 from crosscloud_trainer.allreduce import AllReduce
 from crosscloud_trainer.compress import codec_of
-from crosscloud_trainer.contract import Algorithm
+from crosscloud_trainer.contract import Algorithm, ExitCode
 from crosscloud_trainer.diloco import DiLoCo
 from crosscloud_trainer.exchange import RoundReport
+from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.journal import Journal
 from crosscloud_trainer.meeting import Meeting, Place, count_traffic
+from crosscloud_trainer.saving import Saver
+from crosscloud_trainer.stopping import Stop
 from crosscloud_trainer.tasks.causal import CausalTask
 
 log = logging.getLogger("crosscloud_trainer")
@@ -38,21 +41,41 @@ class Steps:
     journal: Journal
     device: torch.device
     steps: int
+    saver: Saver
+    stop: Stop
+    done: int = 0
+    """Steps of an earlier attempt that are not done again."""
 
     def __post_init__(self) -> None:
         self._group = TorchGroup(self.device)
         training = self.place.attempt.run.training
         self._tokens = training.batch_size // self.place.ranks * training.sequence_length  # of this rank, in a step
         self._shown = time.monotonic()
+        self._leaves = False  # this replica was told to end; under AllReduce the round of the next step says so
 
     def run(self) -> None:
-        """From the first step to the last."""
-        for number in range(1, self.steps + 1):
+        """From the first step to the last. Raises Failure(TERMINATED) once a replica was told to end."""
+        alone = len(self.meeting.exchange.view) == 1
+        for number in range(self.done + 1, self.steps + 1):
             learned = self._learn(number)
-            self._exchange(learned, last=number == self.steps)
+            last = number == self.steps
+            ended = self._exchange(learned, last=last or (alone and self._leaves))
             if number % self.place.attempt.run.training.evaluate_every == 0 or number == self.steps:
                 self._evaluate()
             self._say(number)
+            if ended and not last:
+                self._save(number)
+
+    def _save(self, number: int) -> None:
+        """After a round, in which all replicas have come to the same step."""
+        leaving = self.meeting.exchange.leaving or ((self.meeting.exchange.replica,) if self._leaves else ())
+        if leaving:
+            self.saver.last(number)
+            who = "this replica was" if self._leaves else f"replica {', '.join(map(str, leaving))} was"
+            message = f"{who} told to end: stopped after step {number}, with a checkpoint"
+            raise Failure(ExitCode.TERMINATED, message)
+        if self.saver.due(number):
+            self.saver.take(number)
 
     def _learn(self, number: int) -> int:
         """One inner step; returns the tokens of this rank that the replica has learned from in it."""
@@ -65,16 +88,24 @@ class Steps:
             self.trained.backward(loss)
             report = self.trained.step()
         assert report is not None, "the micro-batches of a step are as many as the engine accumulates"
-        mean = group_mean(float(torch.stack(losses).mean()), 1, self.device)
+        mean, leaves = self._agree(float(torch.stack(losses).mean()))
+        self._leaves = self.meeting.exchange.leaves = leaves
         seconds = time.monotonic() - started
         self.journal.step(mean, self._tokens * self.place.ranks, report.skipped, seconds, report.exchange_seconds)
         return learned_tokens(report, self._tokens)
 
-    def _exchange(self, learned: int, *, last: bool) -> None:
+    def _agree(self, loss: float) -> tuple[float, bool]:
+        """Mean loss over the ranks of the replica, and whether any of them was told to end. Collective."""
+        told = torch.tensor([loss, float(self.stop.requested)], dtype=torch.float64, device=self.device)
+        dist.all_reduce(told)
+        return float(told[0] / self.place.ranks), bool(told[1])
+
+    def _exchange(self, learned: int, *, last: bool) -> bool:
+        """Whether a round has ended with this step."""
         started = time.monotonic()
         done = self.algorithm.on_step(learned, last=last)
         if done is None:
-            return
+            return False
         if self.algorithm.rewrites_weights:
             self.trained.refresh()
         seconds = time.monotonic() - started
@@ -84,6 +115,7 @@ class Steps:
         if self.algorithm.rewrites_weights or last or done.round % TRAFFIC_STEPS == 0:
             count_traffic(self.meeting, self.journal, self._group, self.place)
             self.journal.residual_norm = residual_norm(self.algorithm, self._group)
+        return True
 
     def _tell(self, done: RoundReport, seconds: float) -> None:
         if self.place.first:

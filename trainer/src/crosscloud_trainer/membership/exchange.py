@@ -73,6 +73,10 @@ class LinkExchange:
         self._mail = mail or Mail(link)
         self._numbers = Numbering(run.replicas)
         self._leads = self._numbers.leads((replica, rank))
+        self.leaves = False
+        """Set once this replica was told to end: the next round says so to the others."""
+        self.leaving: tuple[int, ...] = ()
+        """Replicas that said so in the last round: all stop after it."""
         self._attempt = run.attempt
         self._holders = {replica: holders}
         self._cells: dict[Peer, PeerCells] = {}
@@ -154,8 +158,9 @@ class LinkExchange:
         bodies: dict[Peer, Buffer] = {}
         if payload is not None:
             bodies = {peer: payload.select(cells.send).buffer() for peer, cells in self._cells.items()}
-        rounds.begin(request.round, request.weight, request.digest, bodies)
+        rounds.begin(request.round, request.weight, request.digest, bodies, leaves=self.leaves)
         self._pump(rounds.awaited_payloads)
+        self.leaving = rounds.leaving
         different = divergence(request.round, rounds.digests)
         if different:
             raise Diverged(different)
