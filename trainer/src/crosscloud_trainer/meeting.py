@@ -248,8 +248,8 @@ class Watch:
         return sum(count[kind] for peer in peers for count in (peer.sent, peer.received) for kind in (PAYLOAD, RESULT))
 
 
-def count_traffic(meeting: Meeting, journal: Journal, group: TorchGroup, place: Place) -> None:
-    """Add up the bytes on the links of all ranks. Collective."""
+def count_traffic(meeting: Meeting, journal: Journal, replica: ReplicaTotals, place: Place) -> None:
+    """Add up the bytes on the links of all ranks of the replica. Collective."""
     if meeting.link is None:
         return
     own: dict[int, Wan] = {}
@@ -257,8 +257,8 @@ def count_traffic(meeting: Meeting, journal: Journal, group: TorchGroup, place: 
         if peer.wan:
             before = own.get(peer.peer.replica, Wan())
             own[peer.peer.replica] = Wan(_added(before.sent, peer.sent), _added(before.received, peer.received))
-    others = [replica for replica in place.replicas if replica != place.pod.replica]
-    journal.traffic(wan_of_vector(group.total(wan_vector(own, others)), others))
+    others = [number for number in place.replicas if number != place.pod.replica or place.stages > 1]
+    journal.traffic(wan_of_vector(replica.total(wan_vector(own, others)), others))
     journal.refusals = meeting.link.refusals()
 
 

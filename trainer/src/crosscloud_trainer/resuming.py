@@ -46,6 +46,7 @@ class Resumer:
         self._place, self._trained, self._algorithm, self._meeting = place, trained, algorithm, meeting
         self._tokens_per_step = tokens_per_step
         self._replica = place.pod.replica
+        self._stages = [(plan.index, stage.index) for plan in place.attempt.run.replicas for stage in plan.stages]
         self._progress = Progress(step=0, total_steps=0, round=0, tokens=0)
 
     def resume(self) -> Progress:
@@ -82,10 +83,10 @@ class Resumer:
         told: list[str | None] = [None] * self._place.ranks
         dist.all_gather_object(told, own)
         fault = next((text for text in told if text is not None), None)
-        if len(self._place.replicas) == 1:
+        if len(self._stages) == 1:
             return fault
         answer: list[str | None] = [None]
-        if self._place.first:
+        if self._place.rank == 0:
             answer = [self._of_others(number, stored, fault)]
         dist.broadcast_object_list(answer, src=0)
         return answer[0]
@@ -95,18 +96,20 @@ class Resumer:
         storage = Storage(run.storage_uri)
         folder = f"attempt-{run.attempt}/home-{run.home.number}/resume-{number}"
         said = {"run": run.digest(), "checkpoint": stored.digest}
-        storage.write(f"{folder}/replica-{self._replica}.json", json.dumps({**said, "fault": own}).encode())
-        faults = {self._replica: own}
+        mine = (self._replica, self._place.pod.stage)
+        storage.write(f"{folder}/{_name(mine)}", json.dumps({**said, "fault": own}).encode())
+        faults = {mine: own}
         deadline = time.monotonic() + _WAIT_SECONDS
-        while missing := [replica for replica in self._place.replicas if replica not in faults]:
-            for replica in missing:
-                found = _words(storage.read(f"{folder}/replica-{replica}.json"))
+        while missing := [stage for stage in self._stages if stage not in faults]:
+            for stage in missing:
+                found = _words(storage.read(f"{folder}/{_name(stage)}"))
                 if found.items() >= said.items():
-                    faults[replica] = found["fault"]
+                    faults[stage] = found["fault"]
             if set(missing) <= set(faults):
                 continue
             if time.monotonic() > deadline:
-                raise Failure(ExitCode.PEER_LOST, f"replicas {missing} said nothing of the checkpoint to resume from")
+                silent = sorted({replica for replica, _ in missing})
+                raise Failure(ExitCode.PEER_LOST, f"replicas {silent} said nothing of the checkpoint to resume from")
             time.sleep(_POLL_SECONDS)
         return next((text for _, text in sorted(faults.items()) if text is not None), None)
 
@@ -190,8 +193,8 @@ class Resumer:
     def _restore_random(self, found: Checkpoint, source: int) -> None:
         """Only where this very rank was: other ranks begin with the numbers of their own seed."""
         ranks = found.ranks_of(source)
-        if source == self._replica and len(ranks) == self._place.ranks:
-            state.set_random_state(ranks[self._place.rank]["random"])
+        if source == self._replica and len(ranks) == self._place.numbering.ranks(self._replica):
+            state.set_random_state(ranks[self._place.number]["random"])
 
     def _tell(self, found: Checkpoint, residuals: list[Part], known: list[Part]) -> None:
         if not self._place.first:
@@ -202,6 +205,10 @@ class Resumer:
         gone = [replica for replica in found.replicas if replica not in self._place.replicas]
         if gone and state.RESIDUAL in found.scopes and self._replica == self._place.replicas[0]:
             log.warning("residuals of replicas %s are dropped: they are no longer in the job", gone)
+
+
+def _name(stage: tuple[int, int]) -> str:
+    return f"replica-{stage[0]}-stage-{stage[1]}.json"
 
 
 def _words(text: bytes | None) -> Mapping[str, Any]:

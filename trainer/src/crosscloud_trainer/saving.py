@@ -21,7 +21,6 @@ from crosscloud_trainer.claim import check_claim
 from crosscloud_trainer.contract import ExitCode, StoredCheckpoint
 from crosscloud_trainer.diloco import DiLoCo
 from crosscloud_trainer.failures import Failure
-from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.journal import Journal
 from crosscloud_trainer.meeting import Meeting, Place
 from crosscloud_trainer.storage import Storage
@@ -49,7 +48,7 @@ class Saver:
         self._place, self._trained, self._algorithm = place, trained, algorithm
         self._meeting, self._journal = meeting, journal
         self._tokens_per_step = tokens_per_step
-        self._group = TorchGroup(device)
+        self._group = meeting.totals(device)
         self._storage = Storage(place.attempt.run.storage_uri)
         self._taken = first
         self._thread: threading.Thread | None = None
@@ -158,10 +157,10 @@ class Saver:
         if self.leads:
             check_claim(self._storage, run)
         index = self._trained.index
-        chunks = checkpoint.write_chunks(self._storage, which, pod.replica, place.rank, index, parts)
-        checkpoint.write_list(self._storage, which, pod.replica, place.rank, {**content, "chunks": chunks})
+        chunks = checkpoint.write_chunks(self._storage, which, pod.replica, place.number, index, parts)
+        checkpoint.write_list(self._storage, which, pod.replica, place.number, {**content, "chunks": chunks})
         if self.leads:
-            ranks = {plan.index: plan.stages[0].ranks for plan in run.replicas}
+            ranks = {plan.index: place.numbering.ranks(plan.index) for plan in run.replicas}
             self._newest = checkpoint.write_manifest(self._storage, which, ranks, self._told(which), log.info)
             self._journal.checkpointed(self._newest)
             log.info("checkpoint of step %d: %s", which.step, self._newest.uri)
@@ -185,13 +184,13 @@ class Saver:
                 checkpoint.give_up(self._storage, which, "the one before it was still being stored")
             else:
                 why = "it was still storing the one before"
-                checkpoint.abandon(self._storage, which, self._place.pod.replica, self._place.rank, why)
+                checkpoint.abandon(self._storage, which, self._place.pod.replica, self._place.number, why)
         except Failure as failure:
             log.warning("checkpoint of step %d: %s", which.step, failure)
 
     def _discard(self, which: CheckpointId) -> None:
         """Make room where the disk is full, and tell the others not to wait."""
-        pod, rank = self._place.pod, self._place.rank
+        pod, rank = self._place.pod, self._place.number
         try:
             checkpoint.discard(self._storage, which, pod.replica, rank)
             if self.leads:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from crosscloud_trainer import engine
 from crosscloud_trainer.allreduce import AllReduce
@@ -16,9 +16,10 @@ from crosscloud_trainer.contract import Algorithm, ExitCode
 from crosscloud_trainer.diloco import DiLoCo
 from crosscloud_trainer.exchange import RoundReport
 from crosscloud_trainer.failures import Failure
-from crosscloud_trainer.group import TorchGroup
+from crosscloud_trainer.group import ReplicaTotals, TorchGroup
 from crosscloud_trainer.journal import Journal
 from crosscloud_trainer.meeting import Meeting, Place, count_traffic
+from crosscloud_trainer.pipeline import Pipeline, StageNorm
 from crosscloud_trainer.saving import Saver
 from crosscloud_trainer.stopping import Stop
 from crosscloud_trainer.tasks.causal import CausalTask
@@ -47,7 +48,10 @@ class Steps:
     """Steps of an earlier attempt that are not done again."""
 
     def __post_init__(self) -> None:
-        self._group = TorchGroup(self.device)
+        self._replica = self.meeting.totals(self.device)
+        self._pipeline: Pipeline | None = None
+        if self.meeting.stages is not None:
+            self._pipeline = Pipeline(self.trained, self.place.position, self.meeting.stages)
         training = self.place.attempt.run.training
         self._tokens = training.batch_size // self.place.ranks * training.sequence_length  # of this rank, in a step
         self._shown = time.monotonic()
@@ -80,25 +84,35 @@ class Steps:
     def _learn(self, number: int) -> int:
         """One inner step; returns the tokens of this rank that the replica has learned from in it."""
         started = time.monotonic()
-        losses = []
-        report = None
-        for batch in self.task.micro_batches(number - 1, self.device):
+        batches = list(self.task.micro_batches(number - 1, self.device))
+        if self._pipeline is not None:
+            own, report = self._pipeline.step(batches)
+        else:
+            own, report = self._pass(batches)
+        mean, leaves = self._agree(own)
+        self._leaves = self.meeting.exchange.leaves = leaves
+        seconds = time.monotonic() - started
+        self.journal.step(mean, self._tokens * self.place.ranks, report.skipped, seconds, report.exchange_seconds)
+        # The ranks of all stages go through the same tokens.
+        return learned_tokens(report, self._tokens) if self.place.position.first else 0
+
+    def _pass(self, batches: Sequence[dict[str, torch.Tensor]]) -> tuple[float, engine.StepReport]:
+        """An inner step of a model that isn't cut into stages: its mean loss, and what the step did."""
+        losses, report = [], None
+        for batch in batches:
             loss = self.trained(**batch).loss
             losses.append(loss.detach())
             self.trained.backward(loss)
             report = self.trained.step()
         assert report is not None, "the micro-batches of a step are as many as the engine accumulates"
-        mean, leaves = self._agree(float(torch.stack(losses).mean()))
-        self._leaves = self.meeting.exchange.leaves = leaves
-        seconds = time.monotonic() - started
-        self.journal.step(mean, self._tokens * self.place.ranks, report.skipped, seconds, report.exchange_seconds)
-        return learned_tokens(report, self._tokens)
+        return float(torch.stack(losses).mean()), report
 
     def _agree(self, loss: float) -> tuple[float, bool]:
-        """Mean loss over the ranks of the replica, and whether any of them was told to end. Collective."""
-        told = torch.tensor([loss, float(self.stop.requested)], dtype=torch.float64, device=self.device)
-        dist.all_reduce(told)
-        return float(told[0] / self.place.ranks), bool(told[1])
+        """Mean loss over the ranks of the replica's last stage, and whether any rank was told to end. Collective."""
+        known = loss if self.place.position.last else 0.0
+        told = torch.tensor([known, float(self.stop.requested)], dtype=torch.float64, device=self.device)
+        total, requests = self._replica.sums(told).tolist()
+        return total / self.place.ranks, requests > 0
 
     def _exchange(self, learned: int, *, last: bool) -> bool:
         """Whether a round has ended with this step."""
@@ -113,8 +127,8 @@ class Steps:
         if self.algorithm.rewrites_weights:
             self._tell(done, seconds)
         if self.algorithm.rewrites_weights or last or done.round % TRAFFIC_STEPS == 0:
-            count_traffic(self.meeting, self.journal, self._group, self.place)
-            self.journal.residual_norm = residual_norm(self.algorithm, self._group)
+            count_traffic(self.meeting, self.journal, self._replica, self.place)
+            self.journal.residual_norm = residual_norm(self.algorithm, self._replica)
         return True
 
     def _tell(self, done: RoundReport, seconds: float) -> None:
@@ -125,8 +139,18 @@ class Steps:
 
     def _evaluate(self) -> None:
         """Validation loss over all ranks of the replica."""
-        total, count = self.task.evaluate(self.trained.module, self.device)
-        self.journal.validation(group_mean(total, count, self.device))
+        losses_of = self._losses if self._pipeline is None else self._pipeline.evaluate
+        told = torch.tensor(self.task.evaluate(losses_of, self.device), dtype=torch.float64, device=self.device)
+        total, count = self._replica.sums(told).tolist()
+        self.journal.validation(total / count if count else float("nan"))
+
+    def _losses(self, batches: Sequence[dict[str, torch.Tensor]]) -> list[float]:
+        """Of each batch, without training; dropout is off meanwhile."""
+        self.trained.train(False)
+        with torch.no_grad():
+            losses = [float(self.trained.module(**batch).loss) for batch in batches]
+        self.trained.train()
+        return losses
 
     def _say(self, number: int) -> None:
         if self.place.first and (time.monotonic() - self._shown > LOG_SECONDS or number == self.steps):
@@ -136,10 +160,10 @@ class Steps:
             log.info("step %d of %d: loss %.4f, %.0f tokens/s", number, self.steps, loss, rate)
 
 
-def residual_norm(algorithm: AllReduce | DiLoCo, group: TorchGroup) -> float:
+def residual_norm(algorithm: AllReduce | DiLoCo, replica: ReplicaTotals) -> float:
     """Norm of what encoding has lost so far, over all ranks of the replica. Collective."""
     own = torch.linalg.vector_norm(algorithm.residual, dtype=torch.float64).square()
-    return float(group.sums(own.reshape(1)).sqrt())
+    return float(replica.sums(own.reshape(1)).sqrt())
 
 
 def learned_tokens(report: engine.StepReport, tokens: int) -> int:
@@ -151,13 +175,15 @@ def build_algorithm(place: Place, trained: engine.Engine, meeting: Meeting, devi
     """What the manifest's `sync` asks for."""
     run = place.attempt.run
     sync, training = run.sync, run.training
-    group, codec = TorchGroup(device), codec_of(sync.codec_spec)
+    group, replica, codec = TorchGroup(device), meeting.totals(device), codec_of(sync.codec_spec)
+    if place.stages > 1:
+        trained.exchange = StageNorm(replica)
     if sync.algorithm is Algorithm.DILOCO:
         return DiLoCo(
             trained.layout,
             trained.shard,
             group,
-            group,
+            replica,
             meeting.exchange,
             codec,
             inner_steps=sync.window,
@@ -168,7 +194,7 @@ def build_algorithm(place: Place, trained: engine.Engine, meeting: Meeting, devi
         trained.layout,
         trained.shard,
         group,
-        group,
+        replica,
         meeting.exchange,
         codec,
         tokens=training.batch_size * training.sequence_length,
@@ -177,10 +203,3 @@ def build_algorithm(place: Place, trained: engine.Engine, meeting: Meeting, devi
     if not algorithm.alone:
         trained.exchange = algorithm
     return algorithm
-
-
-def group_mean(total: float, count: int, device: torch.device) -> float:
-    """Sum of totals over sum of counts, over the ranks of the replica; NaN where nothing was counted. Collective."""
-    pair = torch.tensor([total, count], dtype=torch.float64, device=device)
-    dist.all_reduce(pair)
-    return float(pair[0] / pair[1])

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from transformers import PreTrainedModel
 
 from crosscloud_trainer import checkpoint, engine, metrics, result
 from crosscloud_trainer.claim import release
@@ -28,8 +29,8 @@ from crosscloud_trainer.data.corpus import open_corpus
 from crosscloud_trainer.data.split import Split
 from crosscloud_trainer.environment import DATA_FOLDER, DEADLINE, STATUS_FILE, Memory, die_with_parent, leave_message
 from crosscloud_trainer.failures import Failure
-from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.journal import Journal
+from crosscloud_trainer.layout import Index
 from crosscloud_trainer.link import LinkError
 from crosscloud_trainer.meeting import (
     Place,
@@ -42,6 +43,7 @@ from crosscloud_trainer.meeting import (
 )
 from crosscloud_trainer.models.memory import check_memory
 from crosscloud_trainer.models.presets import build_model
+from crosscloud_trainer.models.stages import Stage, hidden_size
 from crosscloud_trainer.reporting import Status, StatusFile
 from crosscloud_trainer.resuming import Resumer
 from crosscloud_trainer.retention import Retention
@@ -77,13 +79,13 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
     say(status, "building the model")
     check_memory(run, pod.replica, device, Memory.read(environ))
     model = build_model(training.model, training.sequence_length, training.seed)
-    torch.manual_seed(seed_of(training.seed, pod.replica, place.rank))  # of dropout: no two ranks drop alike
-    trained = build_engine(model, place, steps)
+    torch.manual_seed(seed_of(training.seed, pod.replica, place.number))  # of dropout: no two ranks drop alike
+    trained = build_engine(*stage_of(model, place), place, steps)
     sizes = [parameter.elements for parameter in trained.index.parameters]
     journal = Journal(steps, wan_bytes("None", sizes, len(run.replicas)))
 
     say(status, "meeting the other replicas")
-    with meet_replicas(place, trained, corpus.summary, deadline) as meeting:
+    with meet_replicas(place, trained, corpus.summary, deadline, hidden_size(model)) as meeting:
         algorithm = build_algorithm(place, trained, meeting, device)
         tokens_per_step = split.per_step * training.sequence_length
         done = 0
@@ -111,7 +113,7 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
             status.update(activity=Activity.FINISHING, detail="waiting until all replicas have the last round")
         meeting.settle()
         journal.settled(meeting.exchange.settled_round)
-        count_traffic(meeting, journal, TorchGroup(device), place)
+        count_traffic(meeting, journal, meeting.totals(device), place)
 
     say(status, "writing checkpoint and result")
     stored = store(place, saver, steps)
@@ -124,7 +126,16 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
     engine.close()
 
 
-def build_engine(model: torch.nn.Module, place: Place, steps: int) -> engine.Engine:
+def stage_of(model: PreTrainedModel, place: Place) -> tuple[torch.nn.Module, engine.Whole | None]:
+    """This rank's part of the model: all of it, or its stage with what it needs to know of the whole."""
+    if place.stages == 1:
+        return model, None
+    names = engine.parameter_names(model)
+    index = Index.of({names[id(p)]: p.numel() for p in model.parameters() if p.requires_grad})
+    return Stage(model, place.pod.stage, place.stages), engine.Whole(index, names)
+
+
+def build_engine(model: torch.nn.Module, whole: engine.Whole | None, place: Place, steps: int) -> engine.Engine:
     """DeepSpeed around the model, AdamW with decay on matrices only, and the schedule."""
     training = place.attempt.run.training
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
@@ -143,10 +154,10 @@ def build_engine(model: torch.nn.Module, place: Place, steps: int) -> engine.Eng
         zero_stage=place.attempt.plan.zero_stage,  # type: ignore[arg-type]  # 0 to 3, by the contract
         precision="bf16" if training.precision is Precision.BF16 else "fp32",
         micro_batch_size=micro,
-        accumulation_steps=training.batch_size // place.ranks // micro,
+        accumulation_steps=None if whole else training.batch_size // place.ranks // micro,
         clip_norm=training.gradient_clipping or None,
     )
-    return engine.build(model, optimizer, settings, schedule)
+    return engine.build(model, optimizer, settings, schedule, whole)
 
 
 def store(place: Place, saver: Saver, steps: int) -> dict[str, Any]:

@@ -53,7 +53,6 @@ class Stage(torch.nn.Module):
             setattr(owner, name, Passed())
         self.model = model
         self.first, self.last = number == 0, number == count - 1
-        self.width = int(model.config.get_text_config().hidden_size)
 
     def forward(self, given: torch.Tensor, labels: torch.Tensor | None = None, **more: torch.Tensor) -> torch.Tensor:
         """`more` goes to the model on every stage: positions, attention mask."""
@@ -79,6 +78,11 @@ def plan_of(model: PreTrainedModel, count: int) -> _Plan:
     if faults:
         raise invalid([Problem(FIELD, count, fault) for fault in faults])
     return _Plan(embedding[0], layers[0], tuple(name for name in raw if name not in (embedding[0], layers[0])))
+
+
+def hidden_size(model: PreTrainedModel) -> int:
+    """Values per token of what passes between layers."""
+    return int(model.config.get_text_config().hidden_size)
 
 
 def layers_of(layers: int, number: int, count: int) -> range:
