@@ -87,6 +87,8 @@ def strategy(kind: typing.Any, limits: contract.reading.Rule) -> st.SearchStrate
         whole = st.builds(kind, **fields)
         if kind is contract.Data:
             whole = whole.map(consistent)
+        if kind is contract.ReplicaPlan:
+            whole = whole.map(alike)
         return whole.filter(lambda made: not list(made.check())) if hasattr(kind, "check") else whole
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return st.sampled_from(kind)
@@ -106,6 +108,16 @@ def strategy(kind: typing.Any, limits: contract.reading.Rule) -> st.SearchStrate
     return st.from_regex(limits.pattern or r"\A[a-z]{1,9}\Z", fullmatch=True).filter(
         lambda s: len(s) <= (limits.max_length or 64)
     )
+
+
+def alike(plan: contract.ReplicaPlan) -> contract.ReplicaPlan:
+    """`plan` with its stages numbered in order, each of the first one's size."""
+    nodes, gpus = plan.stages[0].nodes, plan.stages[0].gpus_per_node
+    stages = (
+        dataclasses.replace(stage, index=index, nodes=nodes, gpus_per_node=gpus)
+        for index, stage in enumerate(plan.stages)
+    )
+    return dataclasses.replace(plan, stages=tuple(stages))
 
 
 def consistent(data: contract.Data) -> contract.Data:
@@ -135,6 +147,9 @@ def specs() -> st.SearchStrategy[JobSpec]:
         if values["script"] is not None:
             training = None
             values["checkpoint"] = dataclasses.replace(values["checkpoint"], every_steps=None)
+            values["replica"] = dataclasses.replace(values["replica"], stages=1)
+        if values["replica"].stages == 1:
+            values["activations"] = None
         names = draw(st.lists(st.from_regex(r"\A[a-z][a-z0-9]{0,8}\Z"), max_size=3, unique=True))
         overrides = tuple(contract.ReplicaOverride(name=name, index=index) for index, name in enumerate(names))
         return JobSpec(
@@ -328,6 +343,48 @@ def test_a_micro_batch_that_does_not_divide_the_share_of_some_rank_is_refused() 
 def test_settings_of_diloco_are_refused_under_all_reduce(name: str, value: typing.Any) -> None:
     with pytest.raises(InvalidDocument, match=rf"^sync\.{name}: .* for algorithm DiLoCo only"):
         read(JobSpec, minimal() | {"sync": {"algorithm": "AllReduce", name: value}})
+
+
+def test_a_script_is_refused_where_some_replica_has_several_stages() -> None:
+    script = {"script": {"file": "/app/train.py"}, "storage": {"uri": "/models"}, "replicas": 2}
+    for more in ({"replica": {"stages": 2}}, {"replicaOverrides": [{"name": "deep", "index": 1, "stages": 2}]}):
+        with pytest.raises(InvalidDocument, match=r'^script: found "/app/train.py"; runs replicas of one stage only'):
+            read(JobSpec, script | more)
+    flat = [{"name": name, "index": index, "stages": 1} for index, name in enumerate("ab")]
+    assert read(JobSpec, script | {"replica": {"stages": 2}, "replicaOverrides": flat}).script
+
+
+def test_a_codec_of_boundaries_is_refused_where_no_replica_has_any() -> None:
+    given = minimal() | {"activations": {"codec": "BF16"}}
+    with pytest.raises(InvalidDocument, match=r"^activations: .* every replica has one; leave it out"):
+        read(JobSpec, given)
+    cut = read(JobSpec, given | {"replica": {"stages": 2}})
+    assert cut.activations is not None
+    assert cut.activations.codec_spec == CodecSpec("BF16")
+    assert read(JobSpec, given | {"replicaOverrides": [{"name": "deep", "index": 0, "stages": 2}]}).stages_of(0) == 2
+
+
+def test_an_override_of_zero_0_counts() -> None:
+    given = minimal() | {"replica": {"zeroStage": 2}, "replicaOverrides": [{"name": "a", "index": 0, "zeroStage": 0}]}
+    assert read(JobSpec, given).zero_stage_of(0) == 0
+
+
+def test_the_stages_of_a_replica_are_numbered_in_order_and_have_as_many_ranks_each() -> None:
+    stages = [
+        {"index": 0, "member": "east", "nodes": 1, "gpusPerNode": 4},
+        {"index": 1, "member": "west", "nodes": 2, "gpusPerNode": 2},
+    ]
+    document = run_document()
+    document["replicas"][0]["stages"] = stages
+    document["activations"] = {"codec": "Int8"}
+    assert [stage.ranks for stage in read_run_document(json.dumps(document)).replicas[0].stages] == [4, 4]
+    stages[1] |= {"index": 2, "nodes": 1}
+    with pytest.raises(InvalidDocument) as caught:
+        read_run_document(json.dumps(document))
+    assert [str(problem) for problem in caught.value.problems] == [
+        "replicas[0].stages: found [0, 2]; must be numbered from 0, in their order",
+        "replicas[0].stages: found [4, 2]; must have as many ranks each",
+    ]
 
 
 def test_overrides_name_each_replica_once_and_only_replicas_that_exist() -> None:

@@ -15,12 +15,14 @@ FULL = load_yaml((EXAMPLES / "job-full.yaml").read_text())
 # Another valid value for every field of the full example.
 OTHER: dict[str, Any] = {
     "replicas": 4,
+    "replica.stages": 4,
     "replica.gpusPerStage": 1,
     "replica.zeroStage": 2,
     "replicaOverrides": [],
     "replicaOverrides[0].name": "clinic",
     "replicaOverrides[0].index": 0,
     "replicaOverrides[0].members": ["east"],
+    "replicaOverrides[0].stages": 2,
     "replicaOverrides[0].gpusPerStage": 8,
     "replicaOverrides[0].zeroStage": 1,
     "placement.gpu": "NVIDIA-H100-80GB-HBM3",
@@ -32,6 +34,7 @@ OTHER: dict[str, Any] = {
     "sync.errorFeedback": False,
     "sync.outerOptimizer.learningRate": 0.6,
     "sync.outerOptimizer.momentum": 0.8,
+    "activations.codec": "Int8",
     "training.model": {"preset": "tiny-llama"},
     "training.model.config.hidden_size": 512,
     "training.data.sources": [{"name": "web", "paths": ["/data/*.txt"]}],
@@ -71,7 +74,7 @@ ALSO_NAMED = {
     "training.data.tokenizer": ["spec.training.data.tokenizerFile"],
 }  # settings of what was there
 OPTIONAL = ["podTemplate", "placement.gpu", "storage.secretName", "replicaOverrides", "sync.topK", "sync.innerSteps"]
-OPTIONAL += ["sync.outerOptimizer", "training.microBatchSize", "checkpoint.everySteps"]
+OPTIONAL += ["activations", "sync.outerOptimizer", "training.microBatchSize", "checkpoint.everySteps"]
 EITHER_OR = {"training.model.preset", "training.model.config.model_type", "training.data.train"}
 OF_A_SCRIPT = {"script.file": "/app/other.py", "script.args": ["--steps", "20"]}
 
@@ -140,11 +143,14 @@ def test_taking_an_optional_field_away_is_refused(hub: ApiServer, running: dict[
 @pytest.mark.parametrize("path", OPTIONAL)
 def test_adding_an_optional_field_is_refused(hub: ApiServer, path: str) -> None:
     name = "adding-" + path.lower().replace(".", "-")
-    hub.request("POST", JOBS, job({**minimal_spec(), "replicas": 2, "sync": {"codec": "TopK"}}, name))
+    hub.request(
+        "POST", JOBS, job({**minimal_spec(), "replicas": 2, "replica": {"stages": 2}, "sync": {"codec": "TopK"}}, name)
+    )
     value = {
         "replicaOverrides": FULL["spec"]["replicaOverrides"],
         "podTemplate": FULL["spec"]["podTemplate"],
         "sync.topK": {},
+        "activations": {},
     }
     other = value.get(path, "other")
     status, answer = hub.raw("PATCH", f"{JOBS}/{name}", [{"op": "add", "path": pointer(path), "value": other}], PATCH)

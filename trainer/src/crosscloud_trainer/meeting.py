@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from crosscloud_trainer import engine
 from crosscloud_trainer.compress import Codec, Reducer, codec_of
-from crosscloud_trainer.contract import Activity, ExitCode
+from crosscloud_trainer.contract import ActivationCodec, Activity, ExitCode
 from crosscloud_trainer.environment import Attempt, PodEnvironment, read_attempt
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.group import ReplicaTotals, TorchGroup
@@ -182,12 +182,15 @@ def meet_replicas(place: Place, trained: engine.Engine, data: str, deadline: flo
 
 def activation_codec(place: Place) -> Codec | None:
     """How values cross a stage boundary between members; None: as they are."""
-    return None
+    activations = place.attempt.run.activations
+    if activations is None or activations.codec is ActivationCodec.NONE:
+        return None
+    return codec_of(activations.codec_spec)
 
 
 def meet_stages(place: Place, link: Link, mail: Mail, width: int) -> tuple[StageLink, StageLeaders | None]:
-    """The ranks with this one's number in the stages before and after, and the first ranks of all stages. `width` is that
-    of hidden states.
+    """The ranks with this one's number in the stages before and after, and the first ranks of all stages. Hidden states
+    are `width` wide.
     """
     pod, plans, numbering = place.pod, place.attempt.plan.stages, place.numbering
 

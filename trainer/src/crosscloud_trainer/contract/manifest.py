@@ -21,6 +21,7 @@ KIND = "CrossCloudTrainingJob"
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 NOT_BLANK = r"[^ \t\r\n]"
 MAX_REPLICAS = 64
+MAX_STAGES = 64
 INNER_STEPS = 20  # of a window, where the manifest doesn't say
 
 Fault = tuple[str, Any, str]  # path below the object, value found, what is allowed
@@ -36,6 +37,12 @@ class CodecName(enum.Enum):
     BF16 = "BF16"
     INT8 = "Int8"
     TOP_K = "TopK"
+
+
+class ActivationCodec(enum.Enum):
+    NONE = "None"
+    BF16 = "BF16"
+    INT8 = "Int8"
 
 
 class ValueBits(enum.Enum):
@@ -77,19 +84,21 @@ class ModelPreset(enum.Enum):
 
 @dataclass(frozen=True)
 class Replica:
-    """What one full copy of the model looks like. `gpus_per_stage` is the number of its ranks."""
+    """What one full copy of the model looks like: `stages` slices of its layers, of `gpus_per_stage` ranks each."""
 
+    stages: int = rule(1, minimum=1, maximum=MAX_STAGES)
     gpus_per_stage: int = rule(1, minimum=1, maximum=1024)
     zero_stage: int = rule(1, minimum=0, maximum=3)
 
 
 @dataclass(frozen=True)
 class ReplicaOverride:
-    """What differs in the replica of this index: its size, or the members that may run it."""
+    """What differs in the replica of this index: its size, or the members that may run it, all of its stages."""
 
     name: str = rule(pattern=NAME_PATTERN, max_length=63)
     index: int = rule(minimum=0, maximum=MAX_REPLICAS - 1)
     members: tuple[str, ...] = rule((), pattern=NAME_PATTERN, max_length=63, max_items=16, unique="")
+    stages: int | None = rule(None, minimum=1, maximum=MAX_STAGES)
     gpus_per_stage: int | None = rule(None, minimum=1, maximum=1024)
     zero_stage: int | None = rule(None, minimum=0, maximum=3)
 
@@ -156,6 +165,18 @@ class Sync:
                     yield name, dump(value), "is for algorithm DiLoCo only, and algorithm is AllReduce; leave it out"
         if self.top_k is not None and self.codec is not CodecName.TOP_K:
             yield "topK", dump(self.top_k), f"is for codec TopK only, and codec is {self.codec.value}; leave it out"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """How values, and their gradients on the way back, cross a boundary between two stages in different members."""
+
+    codec: ActivationCodec = rule(ActivationCodec.NONE)
+
+    @property
+    def codec_spec(self) -> CodecSpec:
+        """The codec with its settings."""
+        return CodecSpec(self.codec.value)
 
 
 @dataclass(frozen=True)
@@ -232,9 +253,9 @@ class Data:
 class Training:
     """What is trained and for how long.
 
-    `tokens` counts those of the whole job. `batch_size` is sequences per replica and inner step, shared by its ranks;
-    each takes `micro_batch_size` at a time and accumulates gradients, or all of its share at once if that is None.
-    `sequence_length` is in tokens. `gradient_clipping` is the largest norm; 0 is no clipping.
+    `tokens` counts those of the whole job. `batch_size` is sequences per replica and inner step, shared by the ranks of
+    a stage; each takes `micro_batch_size` at a time and accumulates gradients, or all of its share at once if that is
+    None. `sequence_length` is in tokens. `gradient_clipping` is the largest norm; 0 is no clipping.
     """
 
     model: Model = rule()
@@ -283,7 +304,8 @@ class Script:
 class JobSpec:
     """`spec` of a CrossCloudTrainingJob. `pod_template` is a PodTemplateSpec, judged by the members' API servers.
 
-    Exactly one of `training` and `script` is given, the other one is None.
+    Exactly one of `training` and `script` is given, the other one is None; `activations` only where a replica has
+    several stages.
     """
 
     storage: Storage = rule()
@@ -294,6 +316,7 @@ class JobSpec:
     replica_overrides: tuple[ReplicaOverride, ...] = rule((), max_items=MAX_REPLICAS, unique="name")
     placement: Placement = rule(factory=Placement)
     sync: Sync = rule(factory=Sync)
+    activations: Activations | None = rule(None)
     checkpoint: CheckpointPolicy = rule(factory=CheckpointPolicy)
     failure_policy: FailurePolicy = rule(factory=FailurePolicy)
     pod_template: dict[str, Any] | None = rule(None)
@@ -303,14 +326,20 @@ class JobSpec:
         return next((item for item in self.replica_overrides if item.index == replica), None)
 
     def gpus_of(self, replica: int) -> int:
-        """Ranks of this replica."""
+        """Ranks of each stage of this replica."""
         found = self.override(replica)
         return (found.gpus_per_stage if found else None) or self.replica.gpus_per_stage
+
+    def stages_of(self, replica: int) -> int:
+        """Stages of this replica."""
+        found = self.override(replica)
+        return (found.stages if found else None) or self.replica.stages
 
     def zero_stage_of(self, replica: int) -> int:
         """ZeRO stage of this replica."""
         found = self.override(replica)
-        return (found.zero_stage if found else None) or self.replica.zero_stage
+        given = found.zero_stage if found else None
+        return self.replica.zero_stage if given is None else given
 
     def check(self) -> Iterator[Fault]:
         seen: set[int] = set()
@@ -325,7 +354,16 @@ class JobSpec:
             if item.index >= self.replicas:
                 allowed = f"must be below spec.replicas ({self.replicas})"
                 yield f"replicaOverrides[{number}].index", item.index, allowed
+        yield from self._check_stages()
         yield from self._check_training()
+
+    def _check_stages(self) -> Iterator[Fault]:
+        most = max(self.stages_of(replica) for replica in range(self.replicas))
+        if most > 1 and self.script is not None:
+            yield "script", self.script.file, f"runs replicas of one stage only, and one has {most} stages"
+        if most == 1 and self.activations is not None:
+            allowed = "is for replicas of several stages only, and every replica has one; leave it out"
+            yield "activations", dump(self.activations), allowed
 
     def _check_training(self) -> Iterator[Fault]:
         if (self.training is None) == (self.script is None):
@@ -337,7 +375,7 @@ class JobSpec:
             return
         for ranks in sorted({self.gpus_of(replica) for replica in range(self.replicas)}):
             if self.training.batch_size % ranks:
-                allowed = f"must be a multiple of the ranks of every replica; one has {ranks}"
+                allowed = f"must be a multiple of the ranks of every stage; one has {ranks}"
                 yield "training.batchSize", self.training.batch_size, allowed
             elif (self.training.batch_size // ranks) % (self.training.micro_batch_size or 1):
                 share = self.training.batch_size // ranks

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosscloud_trainer.contract.checkpoint import MAX_KEPT, CheckpointPolicy, StoredCheckpoint
-from crosscloud_trainer.contract.manifest import Fault, Script, Sync, Training
+from crosscloud_trainer.contract.manifest import MAX_STAGES, Activations, Fault, Script, Sync, Training
 from crosscloud_trainer.contract.reading import InvalidDocument, Problem, dump_json, parse_json, read, rule
 
 RUN_VERSION = "run.crosscloud.dev/v1"
@@ -59,18 +59,29 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class ReplicaPlan:
+    """`stages` in their order, as many ranks in each; their members may differ."""
+
     index: int = rule(minimum=0)
     incarnation: int = rule(minimum=1)
     zero_stage: int = rule(minimum=0, maximum=3)
-    stages: tuple[StagePlan, ...] = rule(min_items=1, max_items=64, unique="index")
+    stages: tuple[StagePlan, ...] = rule(min_items=1, max_items=MAX_STAGES)
+
+    def check(self) -> Iterator[Fault]:
+        indexes = [stage.index for stage in self.stages]
+        if indexes != list(range(len(indexes))):
+            yield "stages", indexes, "must be numbered from 0, in their order"
+        ranks = [stage.ranks for stage in self.stages]
+        if len(set(ranks)) > 1:
+            yield "stages", ranks, "must have as many ranks each"
 
 
 @dataclass(frozen=True)
 class RunDocument:
     """All that the pods of one attempt must agree on.
 
-    Exactly one of `training` and `script` is given, the other one is None. `resume_from` has the job's checkpoints,
-    newest first: training goes on from the first that is whole.
+    Exactly one of `training` and `script` is given, the other one is None. Without `activations` values cross stage
+    boundaries as they are. `resume_from` has the job's checkpoints, newest first: training goes on from the first that
+    is whole.
     """
 
     api_version: str = rule()
@@ -80,6 +91,7 @@ class RunDocument:
     replicas: tuple[ReplicaPlan, ...] = rule(min_items=1, unique="index")
     sync: Sync = rule()
     storage_uri: str = rule()
+    activations: Activations | None = rule(None)
     training: Training = rule(None)
     script: Script | None = rule(None)
     checkpoint: CheckpointPolicy = rule(factory=CheckpointPolicy)
