@@ -34,6 +34,7 @@ from crosscloud_trainer.topology import own_cells
 # A round may wait for days while a link is cut; a rank that has gone is noticed by its closed connection.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
 
+_GOODBYE_SECONDS = 30.0
 _STALL_SECONDS = 10.0  # a round in which nothing moves for less is no news
 
 
@@ -95,7 +96,8 @@ def meet_ranks(place: Place, environ: Mapping[str, str], deadline: float) -> tor
             backend, store=store, rank=place.rank, world_size=place.ranks, timeout=COLLECTIVE_TIMEOUT
         )
     except (dist.DistError, RuntimeError) as fault:
-        message = f"not all {place.ranks} ranks of replica {place.pod.replica} stage {place.pod.stage} met at {host}:{port}: {first_line(fault)}"
+        who = f"replica {place.pod.replica} stage {place.pod.stage}"
+        message = f"not all {place.ranks} ranks of {who} met at {host}:{port}: {first_line(fault)}"
         raise Failure(ExitCode.PEERS_MISSING, message) from fault
     return engine.init_distributed(COLLECTIVE_TIMEOUT)
 
@@ -124,7 +126,9 @@ class Meeting:
     def __enter__(self) -> Meeting:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self.link is not None:
+            self.link.flush(_GOODBYE_SECONDS)  # others may not have heard the last word yet
         self.close()
 
     def close(self) -> None:

@@ -115,10 +115,10 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
         journal.settled(meeting.exchange.settled_round)
         count_traffic(meeting, journal, meeting.totals(device), place)
 
-    say(status, "writing checkpoint and result")
-    stored = store(place, saver, steps)
-    if retention is not None:
-        retention.close()
+        say(status, "writing checkpoint and result")
+        stored = store(place, saver, steps)
+        if retention is not None:
+            retention.close()
     if status is not None:
         status.update(**stored)
         status.close()

@@ -100,13 +100,13 @@ def _run_attempt(job: LocalJob, state: RunState, display: Display, interrupt: _I
         while True:
             if interrupt.number:
                 return ExitCode.TERMINATED, "interrupted"
-            codes = {pod.replica: pod.exit_code() for pod in pods}
+            codes = {pod.place: pod.exit_code() for pod in pods}
             _see(job, state, pods)
             display.progress(state)
-            lost = [pod for pod in pods if codes[pod.replica]]
+            lost = [pod for pod in pods if codes[pod.place]]
             if lost:
                 first = lost[0]
-                return codes[first.replica] or 1, f"replica {first.replica}: {first.message()}"
+                return codes[first.place] or 1, f"{first.place}: {first.message()}"
             if all(code == 0 for code in codes.values()):
                 return ExitCode.SUCCEEDED, ""
             time.sleep(_POLL_SECONDS)
@@ -115,7 +115,8 @@ def _run_attempt(job: LocalJob, state: RunState, display: Display, interrupt: _I
 def _see(job: LocalJob, state: RunState, pods: list[LocalPod]) -> None:
     """Take in what the pods have said since the last time."""
     for pod in pods:
-        state.see(pod.replica, pod.report())
+        if pod.place.stage == 0:
+            state.see(pod.place.replica, pod.report())
     acknowledged = job.acknowledged(state.attempt)
     job.record.see(state.reports.values(), job.manifest.spec.checkpoint.keep, acknowledged)
 

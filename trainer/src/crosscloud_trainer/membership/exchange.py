@@ -111,8 +111,8 @@ class LinkExchange:
         self._await_connections(list(shares), deadline)
 
     def _contacts(self) -> list[Peer]:
-        """The first rank of each stage of each other replica, whose layout and announcements this rank needs whatever the
-        layout; for such a rank, all.
+        """The first rank of each stage of each other replica, whose layout and announcements this rank needs whatever
+        the layout; for such a rank, all.
         """
         others = [replica for replica in self.view if replica != self.replica]
         if self._leads:
