@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,10 @@ PER_REPLICA = {
     "crosscloud_job_waiting_seconds": 0,
     "crosscloud_job_report_age_seconds": 3,
     "crosscloud_job_skipped_steps_total": 0,
+    "crosscloud_job_residual_norm": 0.5,
+    "crosscloud_job_unsaved_steps": 20,
 }
+SECONDS = {"compute": 60, "exchange": 30, "waiting": 10}
 PER_MEMBER = {
     "crosscloud_member_reachable{%s}": 1,
     'crosscloud_member_free_gpus{%s,pool="a",gpu="H100"}': 4,
@@ -57,6 +61,10 @@ def scrape() -> str:
     lines = [f"{series % JOB} {value}" for series, value in PER_JOB.items()]
     for name, value in PER_REPLICA.items():
         lines += [f'{name}{{{JOB},replica="{replica}"}} {value}' for replica in REPLICAS]
+    now = time.monotonic()
+    for activity, share in SECONDS.items():
+        name = "crosscloud_job_seconds_total"
+        lines += [f'{name}{{{JOB},replica="{replica}",activity="{activity}"}} {now * share}' for replica in REPLICAS]
     for series, member_value in PER_MEMBER.items():
         labels = [f'member="{member}"' for member in MEMBERS]
         lines += [f"{series % label} {member_value}" for label in labels]
@@ -124,6 +132,15 @@ def test_the_ratio_panel_divides_dense_bytes_by_those_sent(prometheus: Prometheu
     (expression,) = [expression for title, expression in QUERIES if title == "WAN bytes against dense fp32"]
     (sample,) = prometheus.query(expression)
     assert float(sample["value"][1]) == 80.0
+
+
+def test_the_shares_of_time_are_those_of_the_counters_and_add_up_to_one(prometheus: Prometheus) -> None:
+    (expression,) = [expression for title, expression in QUERIES if title == "Where the time goes"]
+    deadline = time.monotonic() + 30
+    while not (samples := prometheus.query(expression)):  # rates need a second scrape
+        assert time.monotonic() < deadline, expression
+    shares = {sample["metric"]["activity"]: float(sample["value"][1]) for sample in samples}
+    assert shares == pytest.approx({"compute": 0.6, "exchange": 0.3, "waiting": 0.1}, abs=1e-6)
 
 
 def test_an_expression_with_a_fault_is_refused_with_prometheus_words(prometheus: Prometheus) -> None:

@@ -76,7 +76,7 @@ class Rank:
         self.link: Link = yard.link(replica, rank, agreement={"run document": self.run.digest()}, settings=settings)
         owned = own_cells(INDEX, tuple(range(len(ranks))), self.holders, replica, rank)
         reducer = Reducer(self.codec, INDEX, owned, error_feedback=True)
-        self.exchange = LinkExchange(self.link, self.run, INDEX, self.codec, self.holders, replica, 0, rank, reducer)
+        self.exchange = LinkExchange(self.link, self.run, INDEX, self.codec, self.holders, replica, rank, reducer)
 
     def payload(self, values: torch.Tensor) -> EncodedCells:
         """The encoding of this rank's cells of a flat update."""

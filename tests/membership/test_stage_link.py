@@ -124,7 +124,7 @@ def test_what_can_not_be_expected_is_an_error_that_names_the_peer(tmp_path: Path
             with pytest.raises(StageFault, match="replica 0 stage 0"):
                 second.neighbours.receive_activation(0)
         first.neighbours.send_activation(3, torch.zeros(2))
-        with pytest.raises(StageFault, match="of micro-batch 3; expected .* of micro-batch 0"):
+        with pytest.raises(StageFault, match=r"of micro-batch 3; expected .* of micro-batch 0"):
             second.neighbours.receive_activation(0)
         first.link.send(PEERS[1], Message(MessageType.TOTALS, b"\0" * 8, b"\0" * 24))
         with pytest.raises(StageFault, match="sums of 24 bytes; expected 16"):

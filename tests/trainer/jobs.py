@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 from ruamel.yaml import YAML
 
+from crosscloud_trainer.launcher.record import JobRecord
+
 TRAINER = [sys.executable, "-m", "crosscloud_trainer"]
 DEADLINE_SECONDS = 240.0
 
@@ -53,6 +55,11 @@ def written(folder: Path, document: Any) -> Path:
     with path.open("w") as out:
         YAML(typ="safe", pure=True).dump(document, out)
     return path
+
+
+def record(folder: Path, uid: str = "00000000-0000-4000-8000-000000000001") -> JobRecord:
+    """What the launcher remembers of a job that hasn't begun."""
+    return JobRecord.new(folder, uid)
 
 
 def start_local(path: Path, out: Path) -> subprocess.Popen[str]:

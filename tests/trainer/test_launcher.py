@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from trainer.jobs import TRAINER, manifest, wait_for, written
+from trainer.jobs import TRAINER, manifest, record, wait_for, written
 
 from crosscloud_trainer.contract import ExitCode, dump, read_peer_table
 from crosscloud_trainer.environment import ERROR_FILE, PARENT, PodEnvironment, read_attempt
@@ -177,7 +177,7 @@ def pod(tmp_path: Path) -> dict[str, str]:
     """The environment of replica 1 of a job that the local launcher prepared and then didn't let run."""
     document = manifest(replicas=3, replica={"gpusPerStage": 2})
     found = read_manifest(written(tmp_path, document))
-    job = LocalJob(found, "00000000-0000-4000-8000-000000000001", tmp_path, tmp_path / "logs", str(tmp_path / "out"))
+    job = LocalJob(found, record(tmp_path), tmp_path, tmp_path / "logs", str(tmp_path / "out"))
     for item in job.start(1):
         item.end(signal.SIGKILL)
         item.wait(60)

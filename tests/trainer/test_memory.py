@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from trainer.jobs import TINY_MODEL, finished, manifest, start_local, written
+from trainer.jobs import TINY_MODEL, finished, manifest, record, start_local, written
 
 from crosscloud_trainer.contract import ExitCode, Model, Precision, RunDocument
 from crosscloud_trainer.environment import MEMORY, Memory
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def run_document(folder: Path, **spec: object) -> RunDocument:
     found = read_manifest(written(folder, manifest(**spec)))
-    return LocalJob(found, "00000000-0000-4000-8000-000000000001", folder, folder, "/x")._run_document(1)
+    return LocalJob(found, record(folder), folder, folder, "/x")._run_document(1)
 
 
 @pytest.mark.parametrize(

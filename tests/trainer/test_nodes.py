@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.jobs import DEADLINE_SECONDS, TRAINER, manifest, written
+from trainer.jobs import DEADLINE_SECONDS, TRAINER, manifest, record, written
 
 from crosscloud_trainer.contract import RUN_VERSION, Peer, PeerTable, RunDocument, dump_json, retryable
 from crosscloud_trainer.environment import PARENT
@@ -60,7 +60,7 @@ def environments(
 
 def test_two_nodes_of_a_stage_train_as_one_replica(tmp_path: Path) -> None:
     found = read_manifest(written(tmp_path, manifest()))
-    run = LocalJob(found, UID, tmp_path, tmp_path, str(tmp_path / "out"))._run_document(1)
+    run = LocalJob(found, record(tmp_path, UID), tmp_path, tmp_path, str(tmp_path / "out"))._run_document(1)
     wide = replace(run.replicas[1], stages=(replace(run.replicas[1].stages[0], nodes=2),))
     run = replace(run, replicas=(run.replicas[0], wide))
     pods = {
@@ -78,7 +78,9 @@ def test_two_nodes_of_a_stage_train_as_one_replica(tmp_path: Path) -> None:
 
 def test_replicas_with_one_changed_file_are_refused_by_what_differs_and_not_tried_again(tmp_path: Path) -> None:
     document = manifest(training={"data": {"train": ["text/*.txt"]}})  # below each pod's own working folder
-    run = LocalJob(read_manifest(written(tmp_path, document)), UID, tmp_path, tmp_path, str(tmp_path / "out"))
+    run = LocalJob(
+        read_manifest(written(tmp_path, document)), record(tmp_path, UID), tmp_path, tmp_path, str(tmp_path / "out")
+    )
     pods = []
     made = environments(tmp_path, run._run_document(1), places=[(0, 0), (1, 0)])
     for (replica, _), env in made.items():

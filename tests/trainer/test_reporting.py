@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from trainer.jobs import manifest, wait_for, written
+from trainer.jobs import manifest, record, wait_for, written
 
 from crosscloud_trainer import metrics
 from crosscloud_trainer.contract import Activity, Completion, Outcome, Progress, Report, read_json
@@ -182,9 +182,10 @@ def test_traffic_goes_through_a_vector_of_numbers_unchanged(
 
 def test_metrics_are_served_with_one_prefix_and_the_journals_numbers(tmp_path: Path) -> None:
     found = read_manifest(written(tmp_path, manifest()))
-    run = LocalJob(found, "00000000-0000-4000-8000-000000000001", tmp_path, tmp_path, "/x")._run_document(3)
+    run = LocalJob(found, record(tmp_path), tmp_path, tmp_path, "/x")._run_document(3)
     journal = Journal(total_steps=8, dense_bytes_per_step=1000)
-    journal.step(2.5, tokens=64, skipped=0, seconds=0.5)
+    journal.step(2.5, tokens=64, skipped=0, seconds=0.5, exchange_seconds=0.125)
+    journal.residual_norm = 0.25
     journal.traffic({1: Wan({"payload": 70, "result": 50}, {"payload": 30})})
     journal.refusals = {"wrong certificate": 2}
     port = free_ports([1])[0][0]
@@ -208,14 +209,18 @@ def test_metrics_are_served_with_one_prefix_and_the_journals_numbers(tmp_path: P
     assert value("dense_bytes_total") == 1000
     assert value("wan_sent_bytes_total", peer="1", kind="payload") == 70
     assert value("wan_received_bytes_total", peer="1", kind="payload") == 30
-    assert value("seconds_total", activity="compute") == 0.5
+    assert value("seconds_total", activity="compute") == 0.375
+    assert value("seconds_total", activity="exchange") == 0.125
+    assert value("compression_ratio") == 1000 / 120
+    assert value("residual_norm") == 0.25
+    assert value("unsaved_steps") == 1
     assert value("link_refusals_total", reason="wrong certificate") == 2
     assert value("info", version=metrics.package_version(), attempt="3", incarnation="1") == 1
 
 
 def test_a_metrics_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
     found = read_manifest(written(tmp_path, manifest()))
-    run = LocalJob(found, "00000000-0000-4000-8000-000000000001", tmp_path, tmp_path, "/x")._run_document(1)
+    run = LocalJob(found, record(tmp_path), tmp_path, tmp_path, "/x")._run_document(1)
     journal = Journal(1, 1)
     port = free_ports([1])[0][0]
     server = metrics.serve(journal, run, 0, port)

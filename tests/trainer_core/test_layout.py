@@ -107,12 +107,25 @@ def test_holders_survive_the_way_through_a_handshake(data):
     assert HolderMap.from_runs(layout.index.cells, runs).ranks.tolist() == layout.holders.ranks.tolist()
 
 
-@pytest.mark.parametrize(
-    "runs", [[], [(0, 0, 2)], [(0, 1, 3)], [(0, 0, 2), (1, 1, 3)], [(0, 0, 4)], [(-1, 0, 3)], [(0, 0, 0), (0, 0, 3)]]
-)
-def test_holders_that_do_not_cover_each_cell_once_are_refused(runs):
+@pytest.mark.parametrize("runs", [[(0, 0, 2), (1, 1, 3)], [(0, 0, 4)], [(-1, 0, 3)], [(0, 0, 0), (0, 0, 3)]])
+def test_holders_of_cells_that_do_not_exist_or_come_twice_are_refused(runs):
     with pytest.raises(LayoutError, match="holders"):
         HolderMap.from_runs(3, runs)
+
+
+@pytest.mark.parametrize("runs", [[], [(0, 0, 2)], [(0, 1, 3)]])
+def test_holders_are_whole_only_when_each_cell_has_one(runs):
+    assert not HolderMap.from_runs(3, runs).whole
+    assert HolderMap.from_runs(3, [(0, 0, 2), (1, 2, 3)]).whole
+
+
+def test_stages_tell_their_own_cells_and_join_to_the_whole():
+    first, second = HolderMap.from_runs(4, [(0, 0, 1), (1, 1, 3)]), HolderMap.from_runs(4, [(0, 3, 4)]).shifted(2)
+    joined = HolderMap.none(4).joined(first).joined(second)
+    assert joined.ranks.tolist() == [0, 1, 1, 2]
+    assert second.runs() == [(2, 3, 4)]
+    with pytest.raises(LayoutError, match="cell 1 has two"):
+        first.joined(HolderMap.from_runs(4, [(2, 1, 2)]))
 
 
 @pytest.mark.parametrize(

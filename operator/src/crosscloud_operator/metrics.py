@@ -134,7 +134,9 @@ _PROGRESS: tuple[tuple[str, str, bool, str], ...] = (
     ("wan_bytes_received", "job_wan_received_bytes", True, "Bytes that the replica has received over links."),
     ("dense_bytes", "job_dense_bytes", True, "Bytes that fp32 all-reduce at every step would have sent so far."),
     ("skipped_steps", "job_skipped_steps", True, "Inner steps skipped for gradients that were not finite."),
+    ("residual_norm", "job_residual_norm", False, "Norm of what encoding has lost and later updates bring."),
 )
+_ACTIVITIES = ("compute", "exchange", "waiting")
 
 
 def _replica_families(jobs: Iterable[Obj], reports: Mapping[tuple[str, int], Report], now: float) -> Iterator[Metric]:
@@ -154,13 +156,23 @@ def _replica_families(jobs: Iterable[Obj], reports: Mapping[tuple[str, int], Rep
     age = GaugeMetricFamily(
         "crosscloud_job_report_age_seconds", "Time since the replica's last report.", labels=REPLICA_LABELS
     )
+    seconds = CounterMetricFamily(
+        "crosscloud_job_seconds", "Time that the replica has spent, by activity.", labels=(*REPLICA_LABELS, "activity")
+    )
+    unsaved = GaugeMetricFamily(
+        "crosscloud_job_unsaved_steps", "Inner steps since the replica's last checkpoint, or since the start.",
+        labels=REPLICA_LABELS,
+    )  # fmt: skip
     for labels, report in known:
+        progress = report.progress
+        for activity in _ACTIVITIES:
+            seconds.add_metric([*labels, activity], getattr(progress, f"{activity}_seconds"))
+        unsaved.add_metric(labels, progress.step - (progress.checkpoint.step if progress.checkpoint else 0))
         since = parsed(report.progress.waiting_since)
         waiting.add_metric(labels, max(0.0, now - since) if since is not None else 0.0)
         if (at := parsed(report.time)) is not None:
             age.add_metric(labels, max(0.0, now - at))
-    yield waiting
-    yield age
+    yield from (waiting, age, seconds, unsaved)
 
 
 def _member_families(world: KubeWorld, now: float) -> Iterator[Metric]:

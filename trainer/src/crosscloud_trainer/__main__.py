@@ -42,11 +42,13 @@ def main() -> None:
     "--out", type=click.Path(path_type=Path), help="Folder for result and logs [default: ./crosscloud-runs/NAME]."
 )
 @click.option("--keep", is_flag=True, help="Keep the run's working folder: documents, certificates, reports.")
-def local(manifest: Path, as_json: bool, out: Path | None, keep: bool) -> None:
+@click.option("--link", metavar="RATE", help="Shape the links between replicas, each way: 20mbit, 512kbit, 1gbit.")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of an earlier run in the same folder.")
+def local(manifest: Path, as_json: bool, out: Path | None, keep: bool, link: str | None, resume: bool) -> None:
     """Run the job of MANIFEST on this machine: a group of processes for each replica, mutual TLS between them."""
     from crosscloud_trainer.launcher.local import run_local
 
-    _explained(lambda: run_local(manifest, as_json=as_json, out=out, keep=keep))
+    _explained(lambda: run_local(manifest, as_json=as_json, out=out, keep=keep, link=link, resume=resume))
 
 
 @main.command()

@@ -80,6 +80,10 @@ class AllReduce:
         """This rank's part of the weights that all replicas have, compact flat fp32."""
         return self._shard.read()
 
+    def resume(self, number: int, _steps: int, agreed: int) -> None:
+        """Goes on after round `number`, whose digest was `agreed`, once the weights were overwritten by stored ones."""
+        self.round, self.digest = number, agreed
+
     def on_step(self, tokens: int, *, last: bool = False) -> RoundReport | None:  # noqa: ARG002 - as in DiLoCo
         """The round of the inner step that has just been done; None in a view of one, but for the last step."""
         if self.alone:
@@ -105,7 +109,7 @@ class AllReduce:
         """
         values = gradient.read()
         if self._replica.total([int(not encodable(values))])[0]:
-            self.skip()
+            self._skip()
             return None
         held = self._holding.gather(values)
         data = self._feedback.encode(held)
@@ -126,6 +130,10 @@ class AllReduce:
 
     def skip(self) -> None:
         """Takes part in the round without a gradient: all replicas skip the step."""
+        self._replica.total([1])  # other stages of this replica may have one, and ask
+        self._skip()
+
+    def _skip(self) -> None:
         self._end(self._ask(None), None, agreed=0, applied=False)
 
     def _ask(self, payload: EncodedCells | None) -> RoundResult:

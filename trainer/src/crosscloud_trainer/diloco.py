@@ -78,6 +78,14 @@ class DiLoCo:
         """This rank's part of the weights that all replicas have, compact flat fp32."""
         return self.outer.weights
 
+    def resume(self, number: int, steps: int, _digest: int) -> None:
+        """Goes on after round `number` and inner step `steps`, once the outer state was overwritten by a stored one;
+        the shard follows it. Collective.
+        """
+        self.round, self._steps, self._tokens = number, steps, 0
+        self._shard.write(self.outer.weights)
+        self.digest = self._agree([0], self.outer)[1]
+
     def on_step(self, tokens: int, *, last: bool = False) -> RoundReport | None:
         """Counts an inner step (one that DeepSpeed skipped too) in which this rank saw `tokens` tokens.
 

@@ -231,6 +231,43 @@ class Engine:
         """State of the user's optimizer on this rank by interval of its shard; counts are 0-d tensors."""
         return list(zip(self.shard.intervals, self._insides.states(), strict=True))
 
+    def optimizer_places(self) -> list[tuple[Interval, torch.Tensor]]:
+        """What the user's optimizer works on here, and so keeps state for, by interval of the model."""
+        return self._insides.places()
+
+    def load_optimizer(self, states: list[dict[str, torch.Tensor]]) -> None:
+        """Sets the state of the user's optimizer, one for each of `optimizer_places`: flat tensors, counts as 0-d
+        ones.
+        """
+        self._optimizer.load(states)
+
+    @property
+    def skipped(self) -> int:
+        """Steps skipped since the start."""
+        return self._skipped
+
+    def schedule(self) -> dict[str, Any]:
+        """Where the schedule stands (applied steps) and the rates of the user's groups."""
+        rates = [float(group["lr"]) for group in self._optimizer.inner.param_groups]
+        scheduler = self._engine.lr_scheduler
+        return {"position": None if scheduler is None else scheduler.last_epoch, "rates": rates}
+
+    def resume(self, skipped: int, schedule: dict[str, Any], scale: float) -> None:
+        """Goes on where `skipped` and `schedule` say. `scale` is how many of the present steps one of those was: the
+        schedule follows tokens, not steps.
+        """
+        self._skipped = skipped
+        groups, scheduler = self._optimizer.inner.param_groups, self._engine.lr_scheduler
+        for group, rate in zip(groups, schedule["rates"], strict=True):
+            group["lr"] = rate
+        if scheduler is None or schedule["position"] is None:
+            return
+        scheduler.last_epoch = schedule["position"] if scale == 1 else schedule["position"] * scale
+        scheduler._step_count = int(scheduler.last_epoch) + 1
+        if scale != 1:
+            for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+                group["lr"] = base * factor(scheduler.last_epoch)
+
     def _before_step(self) -> bool:
         """Exchanges and clips the gradients; False to leave the weights as they are."""
         self._asked = True

@@ -38,6 +38,7 @@ MEMORY = "CROSSCLOUD_MEMORY"  # what the ranks of this pod may take together, se
 PARENT = "CROSSCLOUD_PARENT_PID"  # whose end is the end of this process
 
 _START_DEADLINE = 300
+_GRACE = 30  # as Kubernetes has it
 _PR_SET_PDEATHSIG = 1
 
 
@@ -62,8 +63,10 @@ class Memory:
 class PodEnvironment:
     """One pod's place in the attempt and the files that it was given.
 
-    `report` and `register` are `configmap:NAMESPACE/NAME` or `file:PATH`. `metrics_port` 0 serves no metrics.
-    `start_deadline` is in seconds: a pod that hasn't met its peers by then ends.
+    `report` and `register` are `configmap:NAMESPACE/NAME` or `file:PATH`. `acknowledged` is where the operator says
+    which checkpoints it has saved in the job's status. `metrics_port` 0 serves no metrics.
+    `start_deadline` is in seconds: a pod that hasn't met its peers by then ends. `grace` is how long the pod may go on
+    after SIGTERM, in seconds.
     """
 
     replica: int
@@ -76,9 +79,11 @@ class PodEnvironment:
     report: str | None
     report_credentials: Path
     register: str | None
+    acknowledged: Path | None
     metrics_port: int
     master_port: int
     start_deadline: int
+    grace: int
     termination_log: Path
 
     @classmethod
@@ -104,9 +109,11 @@ class PodEnvironment:
             report=environ.get("CROSSCLOUD_REPORT"),
             report_credentials=report_credentials(environ),
             register=environ.get("CROSSCLOUD_REGISTER"),
+            acknowledged=Path(environ["CROSSCLOUD_ACKNOWLEDGED"]) if "CROSSCLOUD_ACKNOWLEDGED" in environ else None,
             metrics_port=number("CROSSCLOUD_METRICS_PORT", METRICS_PORT, maximum=65535),
             master_port=number("CROSSCLOUD_MASTER_PORT", MASTER_PORT, minimum=1, maximum=65535),
             start_deadline=number("CROSSCLOUD_START_DEADLINE", _START_DEADLINE, minimum=1),
+            grace=number("CROSSCLOUD_GRACE", _GRACE, minimum=1),
             termination_log=Path(environ.get("CROSSCLOUD_TERMINATION_LOG", "/dev/termination-log")),
         )
         for name, value in (("CROSSCLOUD_REPORT", made.report), ("CROSSCLOUD_REGISTER", made.register)):

@@ -45,6 +45,10 @@ class Insides(Protocol):
         """What the user's optimizer keeps of each interval: flat tensors, and counts as 0-d ones."""
         ...
 
+    def places(self) -> list[tuple[Interval, torch.Tensor]]:
+        """What the user's optimizer works on, in its order, as intervals of the model."""
+        ...
+
     def share_gradients(self) -> None:
         """After `gradients` were rewritten: brings them to whoever works on them. Collective."""
         ...
@@ -86,6 +90,9 @@ class _Flat:
 
     def states(self) -> list[dict[str, torch.Tensor]]:
         return [state for _, state in self._optimizer.states()]
+
+    def places(self) -> list[tuple[Interval, torch.Tensor]]:
+        return list(zip(self._intervals, self._cut(self.flat().data), strict=True))
 
     def share_gradients(self) -> None:
         """Each rank works on its own."""
@@ -187,6 +194,11 @@ class _Whole:
             whole = known[self._index.parameters[interval.parameter].name]
             found.append({k: v.view(-1)[interval.start : interval.stop] if v.dim() else v for k, v in whole.items()})
         return found
+
+    def places(self) -> list[tuple[Interval, torch.Tensor]]:
+        numbers = self._index.numbers
+        found = [(numbers[name], p.data) for name, p in self._parameters().items()]
+        return [(Interval(number, 0, values.numel(), 0), values) for number, values in found]
 
     def share_gradients(self) -> None:
         self._share({name: gradient.view(-1) for name, gradient in self._by_name().items()})

@@ -193,22 +193,41 @@ class HolderMap:
             return []
         cuts = np.flatnonzero(np.diff(self.ranks)) + 1
         bounds = [0, *cuts.tolist(), len(self.ranks)]
-        return [(int(self.ranks[first]), first, stop) for first, stop in pairwise(bounds)]
+        runs = [(int(self.ranks[first]), first, stop) for first, stop in pairwise(bounds)]
+        return [run for run in runs if run[0] >= 0]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every cell has a holder; one stage of several knows its own cells only."""
+        return bool((self.ranks >= 0).all())
+
+    def shifted(self, first_rank: int) -> "HolderMap":
+        """The same with ranks counted from `first_rank`."""
+        return HolderMap(np.where(self.ranks >= 0, self.ranks + first_rank, -1))
+
+    def joined(self, other: "HolderMap") -> "HolderMap":
+        """Both stages' cells; LayoutError where they tell two holders of one cell."""
+        both = (self.ranks >= 0) & (other.ranks >= 0) & (self.ranks != other.ranks)
+        if both.any():
+            raise LayoutError(f"holders: cell {int(np.argmax(both))} has two")
+        return HolderMap(np.maximum(self.ranks, other.ranks))
+
+    @staticmethod
+    def none(cells: int) -> "HolderMap":
+        return HolderMap(np.full(cells, -1, dtype=np.int64))
 
     @staticmethod
     def from_runs(cells: int, runs: Iterable[tuple[int, int, int]]) -> "HolderMap":
-        """Reads what `runs` wrote, from a peer that may be wrong: LayoutError unless it covers each cell
-        once.
+        """Reads what `runs` wrote, from a peer that may be wrong: LayoutError unless it has cells that exist, each
+        once. Those of other stages are left out.
         """
         ranks = np.full(cells, -1, dtype=np.int64)
         reached = 0
         for rank, first, stop in runs:
-            if rank < 0 or first != reached or not first < stop <= cells:
+            if rank < 0 or not reached <= first < stop <= cells:
                 raise LayoutError(f"holders: cells {first} to {stop} of rank {rank} after cell {reached} of {cells}")
             ranks[first:stop] = rank
             reached = stop
-        if reached != cells:
-            raise LayoutError(f"holders: given for {reached} cells; the model has {cells}")
         return HolderMap(ranks)
 
 

@@ -38,7 +38,7 @@ from crosscloud_trainer.reporting import Status, StatusFile
 from crosscloud_trainer.result import store_folder
 from crosscloud_trainer.shard_optimizer import ShardOptimizer
 from crosscloud_trainer.sizes import wan_bytes
-from crosscloud_trainer.steps import TRAFFIC_STEPS, build_algorithm, learned_tokens
+from crosscloud_trainer.steps import TRAFFIC_STEPS, build_algorithm, learned_tokens, residual_norm
 from crosscloud_trainer.storage import Storage
 from crosscloud_trainer.train import explained, serve_metrics
 
@@ -190,9 +190,9 @@ class _Run:
         report = self._trained.around(plain)
         assert report is not None, "this is called at the end of an accumulation only"
         now = time.monotonic()
-        self._journal.step(loss, tokens_of_all, report.skipped, now - self._mark - report.exchange_seconds)
+        self._journal.step(loss, tokens_of_all, report.skipped, now - self._mark, report.exchange_seconds)
         self.open_steps += 1
-        self._after_round(self._algorithm.on_step(learned_tokens(report, tokens)), now - report.exchange_seconds)
+        self._after_round(self._algorithm.on_step(learned_tokens(report, tokens)), now)
         self._mark = time.monotonic()
         progress = self._journal.progress
         if self._place.first and progress.step % LOG_STEPS == 0:
@@ -209,6 +209,7 @@ class _Run:
             log.info("round %d: digest %016x", done.round, done.digest)
         if self._algorithm.rewrites_weights or done.round % TRAFFIC_STEPS == 0:
             count_traffic(self._meeting, self._journal, self._group, self._place)
+            self._journal.residual_norm = residual_norm(self._algorithm, self._group)
 
     def finish(self) -> None:
         self._after_round(self._algorithm.finish(), time.monotonic())

@@ -11,30 +11,36 @@ import torch
 import torch.distributed as dist
 
 from crosscloud_trainer import engine
-from crosscloud_trainer.compress import Reducer, codec_of
-from crosscloud_trainer.contract import Activity, ExitCode
+from crosscloud_trainer.compress import Codec, Reducer, codec_of
+from crosscloud_trainer.contract import ActivationCodec, Activity, ExitCode
 from crosscloud_trainer.environment import Attempt, PodEnvironment, read_attempt
 from crosscloud_trainer.failures import Failure
-from crosscloud_trainer.group import TorchGroup
+from crosscloud_trainer.group import ReplicaTotals, TorchGroup
 from crosscloud_trainer.journal import Journal, Wan, wan_of_vector, wan_vector
 from crosscloud_trainer.link import Authority, Link
+from crosscloud_trainer.link.mail import Mail
 from crosscloud_trainer.link.traffic import PAYLOAD, RESULT
 from crosscloud_trainer.membership.exchange import LinkExchange
+from crosscloud_trainer.membership.numbering import Numbering
 from crosscloud_trainer.membership.register import open_view, register_from
 from crosscloud_trainer.membership.solo import SoloExchange
 from crosscloud_trainer.metrics import package_version
+from crosscloud_trainer.pipeline import Position, StageTotals
 from crosscloud_trainer.reporting import Stall, Status
+from crosscloud_trainer.sizes import FP32_BYTES
+from crosscloud_trainer.stage_link import Boundary, StageLeaders, StageLink
 from crosscloud_trainer.topology import own_cells
 
 # A round may wait for days while a link is cut; a rank that has gone is noticed by its closed connection.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
 
+_GOODBYE_SECONDS = 30.0
 _STALL_SECONDS = 10.0  # a round in which nothing moves for less is no news
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands."""
+    """Where this rank stands; `rank` of `ranks` in its stage, `local` in its pod."""
 
     pod: PodEnvironment
     attempt: Attempt
@@ -49,7 +55,26 @@ class Place:
     @property
     def first(self) -> bool:
         """Whether this is the rank that speaks for its replica."""
-        return self.rank == 0
+        return self.rank == 0 and self.pod.stage == 0
+
+    @property
+    def stages(self) -> int:
+        """Of this replica."""
+        return len(self.attempt.plan.stages)
+
+    @property
+    def position(self) -> Position:
+        """Of this rank's stage."""
+        return Position(self.pod.stage, self.stages)
+
+    @property
+    def numbering(self) -> Numbering:
+        return Numbering(self.attempt.run.replicas)
+
+    @property
+    def number(self) -> int:
+        """Of this rank in its replica, over all stages."""
+        return self.numbering.number(self.pod.replica, self.pod.stage, self.rank)
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Place:
@@ -65,29 +90,45 @@ def meet_ranks(place: Place, environ: Mapping[str, str], deadline: float) -> tor
     remaining = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in its module's list
-            host, port, place.ranks, is_master=place.first, timeout=remaining
+            host, port, place.ranks, is_master=place.rank == 0, timeout=remaining
         )
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.ranks, timeout=COLLECTIVE_TIMEOUT
         )
     except (dist.DistError, RuntimeError) as fault:
-        message = (
-            f"not all {place.ranks} ranks of replica {place.pod.replica} met at {host}:{port}: {first_line(fault)}"
-        )
+        who = f"replica {place.pod.replica} stage {place.pod.stage}"
+        message = f"not all {place.ranks} ranks of {who} met at {host}:{port}: {first_line(fault)}"
         raise Failure(ExitCode.PEERS_MISSING, message) from fault
     return engine.init_distributed(COLLECTIVE_TIMEOUT)
 
 
 class Meeting:
-    """This rank's connections to the other replicas of the view; none where the view is one replica."""
+    """This rank's connections: to the other replicas of the view, and to the other stages of its own; a replica of one
+    stage that is alone has none.
+    """
 
-    def __init__(self, exchange: LinkExchange | SoloExchange, link: Link | None, reducer: Reducer | None) -> None:
+    def __init__(
+        self,
+        exchange: LinkExchange | SoloExchange,
+        link: Link | None = None,
+        reducer: Reducer | None = None,
+        stages: StageLink | None = None,
+        leaders: StageLeaders | None = None,
+    ) -> None:
         self.exchange, self.link, self.reducer = exchange, link, reducer
+        self.stages, self.leaders = stages, leaders
+
+    def totals(self, device: torch.device) -> ReplicaTotals:
+        """Sums over all ranks of this replica."""
+        group = TorchGroup(device)
+        return group if self.stages is None else StageTotals(group, self.leaders)
 
     def __enter__(self) -> Meeting:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self.link is not None:
+            self.link.flush(_GOODBYE_SECONDS)  # others may not have heard the last word yet
         self.close()
 
     def close(self) -> None:
@@ -108,7 +149,7 @@ def agree_on_data(place: Place, summary: str) -> None:
         raise Failure(ExitCode.INVALID_INPUT, unlike)
 
 
-def meet_replicas(place: Place, trained: engine.Engine, data: str, deadline: float) -> Meeting:
+def meet_replicas(place: Place, trained: engine.Engine, data: str, deadline: float, width: int = 0) -> Meeting:
     """Open or learn the view and meet the ranks of the other replicas over the link. Raises LinkError.
 
     `data` says what is trained on: one order of sequences is dealt to all replicas, so their files must be alike.
@@ -119,12 +160,8 @@ def meet_replicas(place: Place, trained: engine.Engine, data: str, deadline: flo
         incarnations = {item.index: item.incarnation for item in run.replicas}
         view = open_view(register_from(pod.register), run.home.number, run.attempt, incarnations)
         authority = view.authority
-    if len(run.replicas) == 1:
-        return Meeting(SoloExchange(pod.replica, authority), None, None)
-    codec = codec_of(run.sync.codec_spec)
-    holders = trained.layout.holders
-    owned = own_cells(trained.index, place.replicas, holders, pod.replica, place.rank)
-    reducer = Reducer(codec, trained.index, owned, error_feedback=run.sync.error_feedback)
+    if len(run.replicas) == 1 and place.stages == 1:
+        return Meeting(SoloExchange(pod.replica, authority))
     agreement = {
         "run document": run.digest(),
         "data": data,
@@ -133,9 +170,48 @@ def meet_replicas(place: Place, trained: engine.Engine, data: str, deadline: flo
     }
     link = Link(place.local, pod.tls, pod.peers, agreement, authority)
     link.start()
-    exchange = LinkExchange(link, run, trained.index, codec, holders, pod.replica, pod.stage, place.rank, reducer)
+    mail = Mail(link)
+    stages, leaders = meet_stages(place, link, mail, width) if place.stages > 1 else (None, None)
+    if len(run.replicas) == 1:
+        return Meeting(SoloExchange(pod.replica, authority), link, None, stages, leaders)
+    codec = codec_of(run.sync.codec_spec)
+    first = place.numbering.stage_ranks((pod.replica, place.number))[0]
+    holders = trained.layout.holders.shifted(first)
+    owned = own_cells(trained.index, place.replicas, holders, pod.replica, place.number)
+    reducer = Reducer(codec, trained.index, owned, error_feedback=run.sync.error_feedback)
+    exchange = LinkExchange(link, run, trained.index, codec, holders, pod.replica, place.number, reducer, mail)
     exchange.connect(max(1.0, deadline - time.monotonic()))
-    return Meeting(exchange, link, reducer)
+    return Meeting(exchange, link, reducer, stages, leaders)
+
+
+def activation_codec(place: Place) -> Codec | None:
+    """How values cross a stage boundary between members; None: as they are."""
+    activations = place.attempt.run.activations
+    if activations is None or activations.codec is ActivationCodec.NONE:
+        return None
+    return codec_of(activations.codec_spec)
+
+
+def meet_stages(place: Place, link: Link, mail: Mail, width: int) -> tuple[StageLink, StageLeaders | None]:
+    """The ranks with this one's number in the stages before and after, and the first ranks of all stages. Hidden states
+    are `width` wide.
+    """
+    pod, plans, numbering = place.pod, place.attempt.plan.stages, place.numbering
+
+    def boundary(stage: int) -> Boundary | None:
+        if not 0 <= stage < place.stages:
+            return None
+        peer = numbering.address((pod.replica, numbering.number(pod.replica, stage, place.rank)))
+        return Boundary(peer, None if plans[stage].member == plans[pod.stage].member else activation_codec(place))
+
+    leaders = None
+    if place.rank == 0:
+        leaders = StageLeaders(link, mail, [numbering.address(peer) for peer in numbering.leaders(pod.replica)])
+    training = place.attempt.run.training
+    assert training is not None
+    largest = (training.micro_batch_size or training.batch_size) * training.sequence_length
+    link.allow(largest * width * FP32_BYTES)
+    return StageLink(link, mail, boundary(pod.stage - 1), boundary(pod.stage + 1)), leaders
 
 
 class Watch:
@@ -179,8 +255,8 @@ class Watch:
         return sum(count[kind] for peer in peers for count in (peer.sent, peer.received) for kind in (PAYLOAD, RESULT))
 
 
-def count_traffic(meeting: Meeting, journal: Journal, group: TorchGroup, place: Place) -> None:
-    """Add up the bytes on the links of all ranks. Collective."""
+def count_traffic(meeting: Meeting, journal: Journal, replica: ReplicaTotals, place: Place) -> None:
+    """Add up the bytes on the links of all ranks of the replica. Collective."""
     if meeting.link is None:
         return
     own: dict[int, Wan] = {}
@@ -188,8 +264,8 @@ def count_traffic(meeting: Meeting, journal: Journal, group: TorchGroup, place: 
         if peer.wan:
             before = own.get(peer.peer.replica, Wan())
             own[peer.peer.replica] = Wan(_added(before.sent, peer.sent), _added(before.received, peer.received))
-    others = [replica for replica in place.replicas if replica != place.pod.replica]
-    journal.traffic(wan_of_vector(group.total(wan_vector(own, others)), others))
+    others = [number for number in place.replicas if number != place.pod.replica or place.stages > 1]
+    journal.traffic(wan_of_vector(replica.total(wan_vector(own, others)), others))
     journal.refusals = meeting.link.refusals()
 
 

@@ -37,6 +37,8 @@ class RunCollector(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         progress = self._journal.progress
+        unsaved = progress.step - (progress.checkpoint.step if progress.checkpoint else 0)
+        ratio = progress.dense_bytes / progress.wan_bytes_sent if progress.wan_bytes_sent else None
         for name, text, value in (
             ("loss", f"Training loss, mean of the last {LOSS_STEPS} steps and of the ranks", progress.loss),
             ("validation_loss", "Loss of the last evaluation", progress.validation_loss),
@@ -44,6 +46,9 @@ class RunCollector(Collector):
             ("steps", "Inner steps planned", progress.total_steps),
             ("round", "Rounds done", progress.round),
             ("tokens_per_second", "Tokens trained per second, mean over the last steps", progress.tokens_per_second),
+            ("compression_ratio", "Bytes of fp32 all-reduce at every step over those that were sent", ratio),
+            ("unsaved_steps", "Inner steps since the last checkpoint, or since the start", unsaved),
+            ("residual_norm", "Norm of what encoding has lost and later updates bring", progress.residual_norm),
         ):
             if value is not None:
                 yield self._gauge(name, text, value)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from crosscloud_trainer.checkpoint import WEIGHTS, Checkpoint, Span
 from crosscloud_trainer.data.tokenizer import byte_tokenizer
 from crosscloud_trainer.data.tokens import BOS_ID, EOS_ID, PAD_ID
 from crosscloud_trainer.storage import Storage
@@ -19,16 +20,18 @@ FOLDER = "result"
 PROVENANCE = "crosscloud.json"
 
 
-def fill(model: PreTrainedModel, parts: Mapping[tuple[str, int], torch.Tensor]) -> None:
-    """Put flat parts of parameters, by (name, first element), into `model`; ValueError unless they cover all of it."""
+def fill(model: PreTrainedModel, found: Checkpoint) -> None:
+    """Put a checkpoint's weights into `model`. Raises Damaged where they can't be read, ValueError unless they are all
+    of the model's.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    missing = sum(parameter.numel() for parameter in model.parameters())
+    stored = [(name, Span(number, 0, size)) for number, (name, size) in enumerate(found.manifest["parameters"])]
+    wrong = [name for name, span in stored if name not in parameters or parameters[name].numel() != span.stop]
+    missing = sum(parameter.numel() for parameter in model.parameters()) - sum(span.stop for _, span in stored)
+    if wrong or missing:
+        raise ValueError(f"parameters of other sizes: {wrong}; {missing} elements of the model have no value")
     with torch.no_grad():
-        for (name, start), values in parts.items():
-            parameters[name].view(-1)[start : start + values.numel()].copy_(values)
-            missing -= values.numel()
-    if missing:
-        raise ValueError(f"{missing} elements of the model have no value")
+        found.read([(WEIGHTS, None, span, parameters[name].view(-1)) for name, span in stored])
 
 
 def write_result(storage: Storage, model: PreTrainedModel, provenance: Mapping[str, Any]) -> str:

@@ -111,6 +111,13 @@ class ShardOptimizer(torch.optim.Optimizer):
             for name, view in self._views
         ]
 
+    def load(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Replaces what the user's optimizer keeps of each view, in the order of `states`; tensors of a view's size
+        take its shape, counts (0-d) stay as they are.
+        """
+        for (_, view), state in zip(self._views, states, strict=True):
+            self.inner.state[view] = {k: v.view(view.shape) if v.dim() else v.clone() for k, v in state.items()}
+
     def _pass_rate(self) -> None:
         """A learning rate that someone set on our group goes to all of the user's groups, in the proportion that they
         had at first; theirs are shown in ours.

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from crosscloud_trainer import engine
 from crosscloud_trainer.allreduce import AllReduce
 from crosscloud_trainer.compress import codec_of
-from crosscloud_trainer.contract import Algorithm
+from crosscloud_trainer.contract import Algorithm, ExitCode
 from crosscloud_trainer.diloco import DiLoCo
 from crosscloud_trainer.exchange import RoundReport
-from crosscloud_trainer.group import TorchGroup
+from crosscloud_trainer.failures import Failure
+from crosscloud_trainer.group import ReplicaTotals, TorchGroup
 from crosscloud_trainer.journal import Journal
 from crosscloud_trainer.meeting import Meeting, Place, count_traffic
+from crosscloud_trainer.pipeline import Pipeline, StageNorm
+from crosscloud_trainer.saving import Saver
+from crosscloud_trainer.stopping import Stop
 from crosscloud_trainer.tasks.causal import CausalTask
 
 log = logging.getLogger("crosscloud_trainer")
@@ -38,42 +42,84 @@ class Steps:
     journal: Journal
     device: torch.device
     steps: int
+    saver: Saver
+    stop: Stop
+    done: int = 0
+    """Steps of an earlier attempt that are not done again."""
 
     def __post_init__(self) -> None:
-        self._group = TorchGroup(self.device)
+        self._replica = self.meeting.totals(self.device)
+        self._pipeline: Pipeline | None = None
+        if self.meeting.stages is not None:
+            self._pipeline = Pipeline(self.trained, self.place.position, self.meeting.stages)
         training = self.place.attempt.run.training
         self._tokens = training.batch_size // self.place.ranks * training.sequence_length  # of this rank, in a step
         self._shown = time.monotonic()
+        self._leaves = False  # this replica was told to end; under AllReduce the round of the next step says so
 
     def run(self) -> None:
-        """From the first step to the last."""
-        for number in range(1, self.steps + 1):
+        """From the first step to the last. Raises Failure(TERMINATED) once a replica was told to end."""
+        alone = len(self.meeting.exchange.view) == 1
+        for number in range(self.done + 1, self.steps + 1):
             learned = self._learn(number)
-            self._exchange(learned, last=number == self.steps)
+            last = number == self.steps
+            ended = self._exchange(learned, last=last or (alone and self._leaves))
             if number % self.place.attempt.run.training.evaluate_every == 0 or number == self.steps:
                 self._evaluate()
             self._say(number)
+            if ended and not last:
+                self._save(number)
+
+    def _save(self, number: int) -> None:
+        """After a round, in which all replicas have come to the same step."""
+        leaving = self.meeting.exchange.leaving or ((self.meeting.exchange.replica,) if self._leaves else ())
+        if leaving:
+            self.saver.last(number)
+            who = "this replica was" if self._leaves else f"replica {', '.join(map(str, leaving))} was"
+            message = f"{who} told to end: stopped after step {number}, with a checkpoint"
+            raise Failure(ExitCode.TERMINATED, message)
+        if self.saver.due(number):
+            self.saver.take(number)
 
     def _learn(self, number: int) -> int:
         """One inner step; returns the tokens of this rank that the replica has learned from in it."""
         started = time.monotonic()
-        losses = []
-        report = None
-        for batch in self.task.micro_batches(number - 1, self.device):
+        batches = list(self.task.micro_batches(number - 1, self.device))
+        if self._pipeline is not None:
+            own, report = self._pipeline.step(batches)
+        else:
+            own, report = self._pass(batches)
+        mean, leaves = self._agree(own)
+        self._leaves = self.meeting.exchange.leaves = leaves
+        seconds = time.monotonic() - started
+        self.journal.step(mean, self._tokens * self.place.ranks, report.skipped, seconds, report.exchange_seconds)
+        # The ranks of all stages go through the same tokens.
+        return learned_tokens(report, self._tokens) if self.place.position.first else 0
+
+    def _pass(self, batches: Sequence[dict[str, torch.Tensor]]) -> tuple[float, engine.StepReport]:
+        """An inner step of a model that isn't cut into stages: its mean loss, and what the step did."""
+        losses, report = [], None
+        for batch in batches:
             loss = self.trained(**batch).loss
             losses.append(loss.detach())
             self.trained.backward(loss)
             report = self.trained.step()
         assert report is not None, "the micro-batches of a step are as many as the engine accumulates"
-        mean = group_mean(float(torch.stack(losses).mean()), 1, self.device)
-        self.journal.step(mean, self._tokens * self.place.ranks, report.skipped, time.monotonic() - started)
-        return learned_tokens(report, self._tokens)
+        return float(torch.stack(losses).mean()), report
 
-    def _exchange(self, learned: int, *, last: bool) -> None:
+    def _agree(self, loss: float) -> tuple[float, bool]:
+        """Mean loss over the ranks of the replica's last stage, and whether any rank was told to end. Collective."""
+        known = loss if self.place.position.last else 0.0
+        told = torch.tensor([known, float(self.stop.requested)], dtype=torch.float64, device=self.device)
+        total, requests = self._replica.sums(told).tolist()
+        return total / self.place.ranks, requests > 0
+
+    def _exchange(self, learned: int, *, last: bool) -> bool:
+        """Whether a round has ended with this step."""
         started = time.monotonic()
         done = self.algorithm.on_step(learned, last=last)
         if done is None:
-            return
+            return False
         if self.algorithm.rewrites_weights:
             self.trained.refresh()
         seconds = time.monotonic() - started
@@ -81,7 +127,9 @@ class Steps:
         if self.algorithm.rewrites_weights:
             self._tell(done, seconds)
         if self.algorithm.rewrites_weights or last or done.round % TRAFFIC_STEPS == 0:
-            count_traffic(self.meeting, self.journal, self._group, self.place)
+            count_traffic(self.meeting, self.journal, self._replica, self.place)
+            self.journal.residual_norm = residual_norm(self.algorithm, self._replica)
+        return True
 
     def _tell(self, done: RoundReport, seconds: float) -> None:
         if self.place.first:
@@ -91,8 +139,18 @@ class Steps:
 
     def _evaluate(self) -> None:
         """Validation loss over all ranks of the replica."""
-        total, count = self.task.evaluate(self.trained.module, self.device)
-        self.journal.validation(group_mean(total, count, self.device))
+        losses_of = self._losses if self._pipeline is None else self._pipeline.evaluate
+        told = torch.tensor(self.task.evaluate(losses_of, self.device), dtype=torch.float64, device=self.device)
+        total, count = self._replica.sums(told).tolist()
+        self.journal.validation(total / count if count else float("nan"))
+
+    def _losses(self, batches: Sequence[dict[str, torch.Tensor]]) -> list[float]:
+        """Of each batch, without training; dropout is off meanwhile."""
+        self.trained.train(False)
+        with torch.no_grad():
+            losses = [float(self.trained.module(**batch).loss) for batch in batches]
+        self.trained.train()
+        return losses
 
     def _say(self, number: int) -> None:
         if self.place.first and (time.monotonic() - self._shown > LOG_SECONDS or number == self.steps):
@@ -100,6 +158,12 @@ class Steps:
             rate = self.journal.progress.tokens_per_second
             loss = self.journal.progress.loss or float("nan")
             log.info("step %d of %d: loss %.4f, %.0f tokens/s", number, self.steps, loss, rate)
+
+
+def residual_norm(algorithm: AllReduce | DiLoCo, replica: ReplicaTotals) -> float:
+    """Norm of what encoding has lost so far, over all ranks of the replica. Collective."""
+    own = torch.linalg.vector_norm(algorithm.residual, dtype=torch.float64).square()
+    return float(replica.sums(own.reshape(1)).sqrt())
 
 
 def learned_tokens(report: engine.StepReport, tokens: int) -> int:
@@ -111,13 +175,15 @@ def build_algorithm(place: Place, trained: engine.Engine, meeting: Meeting, devi
     """What the manifest's `sync` asks for."""
     run = place.attempt.run
     sync, training = run.sync, run.training
-    group, codec = TorchGroup(device), codec_of(sync.codec_spec)
+    group, replica, codec = TorchGroup(device), meeting.totals(device), codec_of(sync.codec_spec)
+    if place.stages > 1:
+        trained.exchange = StageNorm(replica)
     if sync.algorithm is Algorithm.DILOCO:
         return DiLoCo(
             trained.layout,
             trained.shard,
             group,
-            group,
+            replica,
             meeting.exchange,
             codec,
             inner_steps=sync.window,
@@ -128,7 +194,7 @@ def build_algorithm(place: Place, trained: engine.Engine, meeting: Meeting, devi
         trained.layout,
         trained.shard,
         group,
-        group,
+        replica,
         meeting.exchange,
         codec,
         tokens=training.batch_size * training.sequence_length,
@@ -137,10 +203,3 @@ def build_algorithm(place: Place, trained: engine.Engine, meeting: Meeting, devi
     if not algorithm.alone:
         trained.exchange = algorithm
     return algorithm
-
-
-def group_mean(total: float, count: int, device: torch.device) -> float:
-    """Sum of totals over sum of counts, over the ranks of the replica; NaN where nothing was counted. Collective."""
-    pair = torch.tensor([total, count], dtype=torch.float64, device=device)
-    dist.all_reduce(pair)
-    return float(pair[0] / pair[1])

@@ -67,6 +67,25 @@ class Storage:
             except FileNotFoundError:
                 return None
 
+    def names(self, path: str) -> list[str]:
+        """Names of the files and folders at `path`, none where nothing is."""
+        with self._explained(path):
+            try:
+                self._fs.invalidate_cache()
+                found = self._fs.ls(self._path(path), detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            return sorted({str(name).rstrip("/").rpartition("/")[2] for name in found})
+
+    def remove(self, path: str) -> None:
+        """Delete a file, or a folder with all that is in it; nothing where nothing is."""
+        with self._explained(path):
+            try:
+                self._fs.invalidate_cache()
+                self._fs.rm(self._path(path), recursive=True)
+            except FileNotFoundError:
+                return
+
     def _path(self, path: str) -> str:
         return f"{self._root}/{path}"
 

@@ -20,20 +20,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from transformers import PreTrainedModel
 
 from crosscloud_trainer import checkpoint, engine, metrics, result
-from crosscloud_trainer.allreduce import AllReduce
+from crosscloud_trainer.claim import release
 from crosscloud_trainer.contract import Activity, ExitCode, Precision, Schedule
 from crosscloud_trainer.data.corpus import open_corpus
 from crosscloud_trainer.data.split import Split
-from crosscloud_trainer.diloco import DiLoCo
 from crosscloud_trainer.environment import DATA_FOLDER, DEADLINE, STATUS_FILE, Memory, die_with_parent, leave_message
 from crosscloud_trainer.failures import Failure
-from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.journal import Journal
+from crosscloud_trainer.layout import Index
 from crosscloud_trainer.link import LinkError
 from crosscloud_trainer.meeting import (
-    Meeting,
     Place,
     Watch,
     agree_on_data,
@@ -44,11 +43,15 @@ from crosscloud_trainer.meeting import (
 )
 from crosscloud_trainer.models.memory import check_memory
 from crosscloud_trainer.models.presets import build_model
+from crosscloud_trainer.models.stages import Stage, hidden_size
 from crosscloud_trainer.reporting import Status, StatusFile
+from crosscloud_trainer.resuming import Resumer
+from crosscloud_trainer.retention import Retention
+from crosscloud_trainer.saving import Saver
 from crosscloud_trainer.schedule import steps_for, warmup_cosine
 from crosscloud_trainer.sizes import wan_bytes
 from crosscloud_trainer.steps import Steps, build_algorithm
-from crosscloud_trainer.storage import Storage
+from crosscloud_trainer.stopping import Stop
 from crosscloud_trainer.tasks.causal import CausalTask
 
 log = logging.getLogger("crosscloud_trainer")
@@ -57,7 +60,7 @@ BETAS = (0.9, 0.95)  # of AdamW, as language models are trained
 COSINE_FLOOR = 0.1  # of the learning rate, at the end of the schedule
 
 
-def train(place: Place, environ: Mapping[str, str]) -> None:
+def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
     """The run of this rank."""
     run, pod = place.attempt.run, place.pod
     training = run.training
@@ -76,29 +79,46 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
     say(status, "building the model")
     check_memory(run, pod.replica, device, Memory.read(environ))
     model = build_model(training.model, training.sequence_length, training.seed)
-    torch.manual_seed(seed_of(training.seed, pod.replica, place.rank))  # of dropout: no two ranks drop alike
-    trained = build_engine(model, place, steps)
+    torch.manual_seed(seed_of(training.seed, pod.replica, place.number))  # of dropout: no two ranks drop alike
+    trained = build_engine(*stage_of(model, place), place, steps)
     sizes = [parameter.elements for parameter in trained.index.parameters]
     journal = Journal(steps, wan_bytes("None", sizes, len(run.replicas)))
 
     say(status, "meeting the other replicas")
-    with meet_replicas(place, trained, corpus.summary, deadline) as meeting:
+    with meet_replicas(place, trained, corpus.summary, deadline, hidden_size(model)) as meeting:
         algorithm = build_algorithm(place, trained, meeting, device)
+        tokens_per_step = split.per_step * training.sequence_length
+        done = 0
+        if run.resume_from:
+            say(status, "reading the checkpoint")
+            resumed = Resumer(place, trained, algorithm, meeting, tokens_per_step).resume()
+            journal.resume(resumed)
+            done = resumed.step
+        saver = Saver(place, trained, algorithm, meeting, journal, device, tokens_per_step, done)
+        retention = Retention(saver.storage, pod.acknowledged) if saver.leads and pod.acknowledged else None
+        stop.gently(meeting)
         if status is not None:
             status.watch(Watch(meeting, journal).live)
             status.update(activity=Activity.TRAINING, detail=None)
         if place.first and pod.metrics_port:
             serve_metrics(place, journal)
-        log.info("training: %d steps of %d tokens", steps, split.per_step * training.sequence_length)
-        Steps(place, task, trained, algorithm, meeting, journal, device, steps).run()
+        log.info("training: %d steps of %d tokens", steps, tokens_per_step)
+        try:
+            Steps(place, task, trained, algorithm, meeting, journal, device, steps, saver, stop, done).run()
+        except Failure:
+            if status is not None:
+                status.close()  # it may have a last checkpoint to tell of
+            raise
         if status is not None:
             status.update(activity=Activity.FINISHING, detail="waiting until all replicas have the last round")
         meeting.settle()
         journal.settled(meeting.exchange.settled_round)
-        count_traffic(meeting, journal, TorchGroup(device), place)
+        count_traffic(meeting, journal, meeting.totals(device), place)
 
-    say(status, "writing checkpoint and result")
-    stored = store(place, trained, algorithm, meeting, journal)
+        say(status, "writing checkpoint and result")
+        stored = store(place, saver, steps)
+        if retention is not None:
+            retention.close()
     if status is not None:
         status.update(**stored)
         status.close()
@@ -106,7 +126,16 @@ def train(place: Place, environ: Mapping[str, str]) -> None:
     engine.close()
 
 
-def build_engine(model: torch.nn.Module, place: Place, steps: int) -> engine.Engine:
+def stage_of(model: PreTrainedModel, place: Place) -> tuple[torch.nn.Module, engine.Whole | None]:
+    """This rank's part of the model: all of it, or its stage with what it needs to know of the whole."""
+    if place.stages == 1:
+        return model, None
+    names = engine.parameter_names(model)
+    index = Index.of({names[id(p)]: p.numel() for p in model.parameters() if p.requires_grad})
+    return Stage(model, place.pod.stage, place.stages), engine.Whole(index, names)
+
+
+def build_engine(model: torch.nn.Module, whole: engine.Whole | None, place: Place, steps: int) -> engine.Engine:
     """DeepSpeed around the model, AdamW with decay on matrices only, and the schedule."""
     training = place.attempt.run.training
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
@@ -125,57 +154,26 @@ def build_engine(model: torch.nn.Module, place: Place, steps: int) -> engine.Eng
         zero_stage=place.attempt.plan.zero_stage,  # type: ignore[arg-type]  # 0 to 3, by the contract
         precision="bf16" if training.precision is Precision.BF16 else "fp32",
         micro_batch_size=micro,
-        accumulation_steps=training.batch_size // place.ranks // micro,
+        accumulation_steps=None if whole else training.batch_size // place.ranks // micro,
         clip_norm=training.gradient_clipping or None,
     )
-    return engine.build(model, optimizer, settings, schedule)
+    return engine.build(model, optimizer, settings, schedule, whole)
 
 
-def store(
-    place: Place, trained: engine.Engine, algorithm: AllReduce | DiLoCo, meeting: Meeting, journal: Journal
-) -> dict[str, Any]:
-    """Write this rank's part of the checkpoint; replica 0's first rank adds manifest and result. Collective."""
-    run, pod = place.attempt.run, place.pod
-    storage = Storage(run.storage_uri)
-    where = checkpoint.CheckpointId(
-        run.digest(), run.attempt, meeting.exchange.authority.home, journal.progress.step, algorithm.round
-    )
-    chunk = checkpoint.write_chunk(storage, where, pod.replica, place.rank, _state(trained, algorithm, meeting, place))
-    chunks: list[Any] = [None] * place.ranks
-    dist.all_gather_object(chunks, chunk)
-    if not place.first:
+def store(place: Place, saver: Saver, steps: int) -> dict[str, Any]:
+    """Write this rank's part of the last checkpoint; the rank that leads adds manifest and result. Collective."""
+    run = place.attempt.run
+    newest = saver.last(steps)
+    if newest is None:
         return {}
-    checkpoint.write_replica(storage, where, pod.replica, chunks)
-    if pod.replica != place.replicas[0]:
-        return {}
-    state = {"digest": f"{algorithm.digest:016x}", "tokens": journal.progress.tokens * len(run.replicas)}
-    path, digest = checkpoint.write_manifest(storage, where, place.replicas, state, log.info)
+    found = checkpoint.Checkpoint(newest)
     model = build_model(run.training.model, run.training.sequence_length, run.training.seed)
-    result.fill(model, checkpoint.read_section(storage, where, pod.replica, checkpoint.WEIGHTS))
-    provenance = {"job": run.job.name, "uid": run.job.uid, "checkpoint": path, "sha256": digest}
-    address = result.write_result(storage, model, provenance)
-    log.info("stored: checkpoint %s, result %s", storage.address(path), address)
-    return {"result_uri": address, "checkpoint_uri": storage.address(path), "checkpoint_digest": digest}
-
-
-def _state(
-    trained: engine.Engine, algorithm: AllReduce | DiLoCo, meeting: Meeting, place: Place
-) -> dict[str, torch.Tensor]:
-    """All that this rank would need to go on, by canonical place."""
-    index, intervals = trained.index, trained.layout.shards[place.rank]
-    held = trained.layout.holders.held(place.rank)
-    tensors = checkpoint.by_interval(checkpoint.WEIGHTS, index, intervals, algorithm.weights())
-    if isinstance(algorithm, DiLoCo):
-        tensors |= checkpoint.by_interval("outer.momentum", index, intervals, algorithm.outer.momentum)
-    if algorithm.residual.numel():
-        tensors |= checkpoint.by_cell("residual", index, held, algorithm.residual)
-    reducer = meeting.reducer
-    if reducer is not None and reducer.residual.numel():
-        tensors |= checkpoint.by_cell("owner.residual", index, reducer.owned, reducer.residual)
-    for interval, state in trained.optimizer_tensors():
-        name = index.parameters[interval.parameter].name
-        tensors |= {f"optimizer.{key}/{name}:{interval.start}": value for key, value in state.items()}
-    return tensors
+    result.fill(model, found)
+    provenance = {"job": run.job.name, "uid": run.job.uid, "checkpoint": newest.uri, "sha256": newest.digest}
+    address = result.write_result(saver.storage, model, provenance)
+    release(saver.storage, run)
+    log.info("stored: checkpoint %s, result %s", newest.uri, address)
+    return {"result_uri": address, "checkpoint_uri": newest.uri, "checkpoint_digest": newest.digest}
 
 
 def serve_metrics(place: Place, journal: Journal) -> None:
@@ -211,6 +209,8 @@ def explained(fault: Exception) -> Failure:
         return fault
     if isinstance(fault, LinkError):
         return Failure(fault.exit_code, str(fault))
+    if isinstance(fault, checkpoint.Damaged):
+        return Failure(ExitCode.STORAGE_REFUSED, f"the checkpoint that was just stored can't be read: {fault}")
     if isinstance(fault, engine.TooManySkippedStepsError):
         return Failure(ExitCode.NON_FINITE, str(fault))
     if isinstance(fault, engine.EngineError):
@@ -224,6 +224,7 @@ def explained(fault: Exception) -> Failure:
 def main() -> None:
     environ = os.environ
     die_with_parent(environ, signal.SIGKILL)
+    stop = Stop(environ)
     logging.basicConfig(stream=sys.stdout, level=logging.WARNING, format="%(message)s")
     log.setLevel(logging.INFO)
     warnings.simplefilter("ignore", FutureWarning)  # thousands, from DeepSpeed's use of torch
@@ -231,7 +232,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     code = 0
     try:
-        train(Place.read(environ), environ)
+        train(Place.read(environ), environ, stop)
     except Exception as fault:  # noqa: BLE001 - the edge: every end becomes an exit code and a message
         failure = explained(fault)
         code = failure.code

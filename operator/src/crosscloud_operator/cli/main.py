@@ -6,6 +6,7 @@ import click
 
 from crosscloud_operator.cli.common import Commands, Hub, checked_name
 from crosscloud_operator.cli.fetch import fetch
+from crosscloud_operator.cli.init import init
 from crosscloud_operator.cli.member import member
 from crosscloud_operator.cli.status import status
 
@@ -37,6 +38,7 @@ def main(context: click.Context, /, kubeconfig: str | None, operator_namespace: 
     context.obj = Hub(kubeconfig, options["context"], operator_namespace)
 
 
+main.add_command(init)
 main.add_command(member)
 main.add_command(fetch)
 main.add_command(status)

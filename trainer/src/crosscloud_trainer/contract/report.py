@@ -61,6 +61,10 @@ class Progress:
     wan_bytes_received: int = rule(0, minimum=0)
     dense_bytes: int = rule(0, minimum=0)  # what fp32 all-reduce at every step would have sent so far
     skipped_steps: int = rule(0, minimum=0)
+    compute_seconds: float = rule(0.0, minimum=0)
+    exchange_seconds: float = rule(0.0, minimum=0)
+    waiting_seconds: float = rule(0.0, minimum=0)  # of rounds that waited for others: no part of exchange_seconds
+    residual_norm: float | None = rule(None, minimum=0)  # of what encoding has lost and later updates bring
     digest: str | None = rule(None)
     waiting_for: tuple[int, ...] = rule(())
     waiting_since: str | None = rule(None, pattern=_TIME)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.launcher.manifest import Manifest
 from crosscloud_trainer.launcher.memory import free_memory
 from crosscloud_trainer.launcher.ranks import usable_cores
+from crosscloud_trainer.launcher.record import JobRecord
+from crosscloud_trainer.launcher.shaping import Way, shaped
 from crosscloud_trainer.pki import CertificateAuthority, PodIdentity
 from crosscloud_trainer.reporting import Changes
 from crosscloud_trainer.sizes import bytes_text
@@ -42,11 +45,32 @@ _PORTS = range(10_000, 32_000)  # below the range from which systems take ports 
 _TRIES = 200
 
 
-class LocalPod:
-    """The process that plays the one pod of a replica."""
+@dataclass(frozen=True)
+class StageId:
+    """A stage of a replica: locally it has one pod, and a member of its own where its replica has several."""
 
-    def __init__(self, replica: int, environment: dict[str, str], log: Path, report: Path, message: Path) -> None:
-        self.replica, self.log = replica, log
+    replica: int
+    stage: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"replica {self.replica}" + (f" stage {self.stage}" if self.stages > 1 else "")
+
+    @property
+    def label(self) -> str:
+        """In names of files and of the member."""
+        return f"{self.replica}-{self.stage}" if self.stages > 1 else str(self.replica)
+
+    @property
+    def member(self) -> str:
+        return f"local-{self.label}"
+
+
+class LocalPod:
+    """The process that plays the one pod of a stage; that of a replica's first stage speaks for it."""
+
+    def __init__(self, place: StageId, environment: dict[str, str], log: Path, report: Path, message: Path) -> None:
+        self.place, self.log = place, log
         self._report, self._message = report, message
         self._changes = Changes(report)
         with log.open("ab") as out:
@@ -97,28 +121,43 @@ class LocalJob:
     """A job on this machine. `work` is private to this run; the storage and logs stay."""
 
     manifest: Manifest
-    uid: str
+    record: JobRecord
     work: Path
     logs: Path
     storage_uri: str
+    link_rate: float | None = None
+    """Of each link between two replicas, in bytes per second each way; None leaves loopback as it is."""
 
-    def start(self, number: int) -> list[LocalPod]:
-        """Write the documents of attempt `number` and start its pods."""
-        replicas = range(self.manifest.spec.replicas)
+    @property
+    def uid(self) -> str:
+        return self.record.uid
+
+    def acknowledged(self, number: int) -> Path:
+        """The file by which the pods of attempt `number` hear which checkpoints are kept."""
+        return self.work / f"attempt-{number}" / "checkpoints.json"
+
+    def start(self, number: int, held: ExitStack) -> list[LocalPod]:
+        """Write the documents of attempt `number` and start its pods, and what must last as long as they in `held`."""
+        spec, places = self.manifest.spec, self._places()
         folder = self.work / f"attempt-{number}"
         logs = self.logs / f"attempt-{number}"
         logs.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
-        ports = free_ports([self.manifest.spec.gpus_of(replica) + 1 for replica in replicas])
+        self.record.begin(number)
+        ports = free_ports([spec.gpus_of(place.replica) + 1 for place in places])
         (folder / "run.json").write_text(dump_json(self._run_document(number)))
-        (folder / "peers.json").write_text(dump_json(self._peer_table(number, ports)))
+        ways = self._ways(ports) if self.link_rate is not None else []
+        held.enter_context(shaped(ways, self.link_rate))
+        for at, place in enumerate(places):
+            dialled = {way.destination: way.ports[0] for way in ways if way.source == at}
+            (folder / f"peers-{place.label}.json").write_text(dump_json(self._peer_table(number, ports, dialled)))
         issuer = CertificateAuthority.create(self.uid)
         pods: list[LocalPod] = []
         try:
-            for replica in replicas:
-                tls = folder / f"tls-{replica}"
+            for at, place in enumerate(places):
+                tls = folder / f"tls-{place.label}"
                 tls.mkdir(mode=0o700)
-                pair = issuer.issue(self._identity(number, replica))
+                pair = issuer.issue(self._identity(number, place))
                 for name, data in (
                     ("tls.crt", pair.certificate),
                     ("tls.key", pair.key),
@@ -126,45 +165,54 @@ class LocalJob:
                 ):
                     (tls / name).touch(mode=0o600)
                     (tls / name).write_bytes(data)
-                environment = self._environment(folder, replica, ports[replica])
-                log = logs / f"replica-{replica}.log"
+                environment = self._environment(folder, place, ports[at])
+                log = logs / f"replica-{place.label}.log"
                 log.unlink(missing_ok=True)
-                report, message = folder / f"report-{replica}.json", folder / f"message-{replica}"
-                pods.append(LocalPod(replica, environment, log, report, message))
+                report, message = folder / f"report-{place.label}.json", folder / f"message-{place.label}"
+                pods.append(LocalPod(place, environment, log, report, message))
         except BaseException:
             for pod in pods:
                 pod.end(signal.SIGKILL)
             raise
         return pods
 
-    def _environment(self, folder: Path, replica: int, ports: range) -> dict[str, str]:
+    def _places(self) -> list[StageId]:
+        """Of all pods, in the order of their ports."""
         spec = self.manifest.spec
-        ranks = sum(spec.gpus_of(number) for number in range(spec.replicas))
+        counts = [spec.stages_of(replica) for replica in range(spec.replicas)]
+        return [StageId(replica, stage, count) for replica, count in enumerate(counts) for stage in range(count)]
+
+    def _environment(self, folder: Path, place: StageId, ports: range) -> dict[str, str]:
+        spec = self.manifest.spec
+        ranks = sum(spec.gpus_of(number) * spec.stages_of(number) for number in range(spec.replicas))
         environment = {
             "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
             **os.environ,
             "TMPDIR": str(folder),
             PARENT: str(os.getpid()),
-            "CROSSCLOUD_REPLICA": str(replica),
-            "CROSSCLOUD_STAGE": "0",
+            "CROSSCLOUD_REPLICA": str(place.replica),
+            "CROSSCLOUD_STAGE": str(place.stage),
             "CROSSCLOUD_NODE": "0",
             "CROSSCLOUD_INCARNATION": "1",
             "CROSSCLOUD_RUN": str(folder / "run.json"),
-            "CROSSCLOUD_PEERS": str(folder / "peers.json"),
-            "CROSSCLOUD_TLS": str(folder / f"tls-{replica}"),
-            "CROSSCLOUD_REPORT": f"file:{folder / f'report-{replica}.json'}",
+            "CROSSCLOUD_PEERS": str(folder / f"peers-{place.label}.json"),
+            "CROSSCLOUD_TLS": str(folder / f"tls-{place.label}"),
+            "CROSSCLOUD_ACKNOWLEDGED": str(folder / "checkpoints.json"),
             "CROSSCLOUD_METRICS_PORT": "0",
             "CROSSCLOUD_MASTER_PORT": str(ports[-1]),
-            "CROSSCLOUD_TERMINATION_LOG": str(folder / f"message-{replica}"),
+            "CROSSCLOUD_TERMINATION_LOG": str(folder / f"message-{place.label}"),
         }
-        environment.pop("CROSSCLOUD_REGISTER", None)
+        for name in ("CROSSCLOUD_REGISTER", "CROSSCLOUD_REPORT"):
+            environment.pop(name, None)
+        if place.stage == 0:
+            environment["CROSSCLOUD_REPORT"] = f"file:{folder / f'report-{place.label}.json'}"
         memory = free_memory()
         if memory is not None:  # shared with the other pods here, which may not have taken theirs yet
-            share = memory.size * spec.gpus_of(replica) // ranks
+            share = memory.size * spec.gpus_of(place.replica) // ranks
             environment[MEMORY] = str(
-                Memory(share, f"for this replica, its share of {bytes_text(memory.size)} {memory.where}")
+                Memory(share, f"for {place}, its share of {bytes_text(memory.size)} {memory.where}")
             )
-        if replica == 0:  # the lowest replica in the home opens the view
+        if place.replica == place.stage == 0:  # the lowest replica in the home opens the view
             environment["CROSSCLOUD_REGISTER"] = f"file:{self.work / 'view.json'}"
         return environment
 
@@ -175,7 +223,11 @@ class LocalJob:
                 index=replica,
                 incarnation=1,
                 zero_stage=spec.zero_stage_of(replica),
-                stages=(StagePlan(index=0, member=_member(replica), nodes=1, gpus_per_node=spec.gpus_of(replica)),),
+                stages=tuple(
+                    StagePlan(place.stage, place.member, nodes=1, gpus_per_node=spec.gpus_of(replica))
+                    for place in self._places()
+                    if place.replica == replica
+                ),
             )
             for replica in range(spec.replicas)
         )
@@ -183,32 +235,42 @@ class LocalJob:
             api_version=RUN_VERSION,
             job=JobRef(namespace=manifest.namespace, name=manifest.name, uid=self.uid),
             attempt=number,
-            home=Home(number=1, member=_member(0)),
+            home=Home(number=1, member=self._places()[0].member),
             replicas=plans,
             sync=spec.sync,
+            activations=spec.activations,
             training=spec.training,
             script=spec.script,
             storage_uri=self.storage_uri,
+            checkpoint=spec.checkpoint,
+            resume_from=self.record.checkpoints,
         )
 
-    def _peer_table(self, number: int, ports: list[range]) -> PeerTable:
+    def _ways(self, ports: list[range]) -> list[Way]:
+        """How each pod dials each other one: by ports of its own."""
+        pairs = [(a, b) for a in range(len(ports)) for b in range(len(ports)) if a != b]
+        blocks = free_ports([len(ports[b]) - 1 for _, b in pairs])
+        return [Way(a, b, block, ports[b][0]) for (a, b), block in zip(pairs, blocks, strict=True)]
+
+    def _peer_table(self, number: int, ports: list[range], dialled: Mapping[int, int]) -> PeerTable:
+        """`dialled` are the first ports of pods, by their number, that are reached elsewhere than where they listen."""
         peers = tuple(
             Peer(
-                replica=replica,
-                stage=0,
+                replica=place.replica,
+                stage=place.stage,
                 node=0,
                 incarnation=1,
-                member=_member(replica),
-                server_name=self._identity(number, replica).server_name,
+                member=place.member,
+                server_name=self._identity(number, place).server_name,
                 direct=LOOPBACK,
-                link_port=ports[replica][0],
+                link_port=dialled.get(at, ports[at][0]),
             )
-            for replica in range(self.manifest.spec.replicas)
+            for at, place in enumerate(self._places())
         )
         return PeerTable(api_version=RUN_VERSION, attempt=number, peers=peers)
 
-    def _identity(self, number: int, replica: int) -> PodIdentity:
-        return PodIdentity(job_uid=self.uid, attempt=number, replica=replica, stage=0, node=0, incarnation=1)
+    def _identity(self, number: int, place: StageId) -> PodIdentity:
+        return PodIdentity(self.uid, number, place.replica, place.stage, node=0, incarnation=1)
 
 
 def free_ports(sizes: list[int]) -> list[range]:
@@ -237,7 +299,3 @@ def _hold(port: int, stack: ExitStack) -> bool:
     except OSError:
         return False
     return True
-
-
-def _member(replica: int) -> str:
-    return f"local-{replica}"

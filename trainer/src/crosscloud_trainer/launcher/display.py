@@ -6,12 +6,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +26,7 @@ from crosscloud_trainer.sizes import bytes_text
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LINE_SECONDS = 5.0
 _FRAMES_PER_SECOND = 8
+_COLOURS = {"compute": "green", "exchange": "blue", "waiting": "yellow"}
 
 
 class Display(Protocol):
@@ -150,34 +153,53 @@ class LiveDisplay:
             self._console.print(line)
 
 
-def render(state: RunState, width: int) -> Group:
+def render(state: RunState, width: int) -> Panel:
     """The live display as a value."""
     table = Table.grid(padding=(0, 1))
     for replica in state.replicas:
-        progress = state.progress(replica)
-        done, total = (progress.step, progress.total_steps) if progress else (0, 0)
-        loss = f"loss {progress.loss:.3f}" if progress and progress.loss is not None else ""
-        rate = f"{progress.tokens_per_second:,.0f} tokens/s" if progress and done else ""
-        ranks = state.manifest.spec.gpus_of(replica)
-        table.add_row(
-            f"replica {replica}",
-            f"{ranks} rank{'s' if ranks > 1 else ''}",
-            ProgressBar(total=max(total, 1), completed=done, width=max(10, min(40, width - 80))),
-            f"{done}/{total or '?'}",
-            loss,
-            rate,
-            Text(activity_words(state, replica), style="yellow" if state.activity(replica) is Activity.WAITING else ""),
-        )
-    title = Text(f"{state.manifest.name}, attempt {state.attempt}", style="bold")
-    parts: list[Any] = [title, table]
+        table.add_row(*_replica_row(state, replica, width))
+    parts: list[Any] = [table, Text()]
     if len(state.curve) > 1:
-        line = sparkline([loss for _, loss in state.curve], max(10, min(60, width - 50)))
-        parts.append(f"loss  {line}  {loss_words(state.losses())}")
-    parts.append(f"WAN   {wan_words(state)}")
+        line = sparkline([loss for _, loss in state.curve], max(10, min(60, width - 54)))
+        parts.append(Text.assemble(("loss   ", "bold"), (line, "cyan"), f"  {loss_words(state.losses())}"))
+    shares = state.shares()
+    if shares is not None:
+        parts.append(_shares_line(shares, max(10, min(40, width - 64))))
+    parts.append(Text.assemble(("WAN    ", "bold"), wan_words(state)))
     agreement = agreement_words(state)
     if agreement:
-        parts.append(f"state {agreement}")
-    return Group(*parts)
+        parts.append(Text.assemble(("state  ", "bold"), (agreement, "red" if "DIFFERENT" in agreement else "green")))
+    title = f"[bold]{state.manifest.name}[/bold], attempt {state.attempt}"
+    left = state.seconds_left()
+    clock = duration(state.seconds) + (f", about {duration(left)} left" if left is not None else "")
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=clock, subtitle_align="right", width=width)
+
+
+def _replica_row(state: RunState, replica: int, width: int) -> list[Any]:
+    progress = state.progress(replica)
+    done, total = (progress.step, progress.total_steps) if progress else (0, 0)
+    ranks = state.manifest.spec.gpus_of(replica)
+    room = max(10, min(40, width - 86))
+    bar = ProgressBar(total=total or None, completed=done, width=room, pulse=not total and bool(done))
+    waiting = state.activity(replica) is Activity.WAITING
+    return [
+        f"replica {replica}",
+        f"{ranks} rank{'s' if ranks > 1 else ''}",
+        bar if total or done else Text("·" * room, style="dim"),
+        f"{done}/{total or '?'}",
+        f"loss {progress.loss:.3f}" if progress and progress.loss is not None else "",
+        f"{progress.tokens_per_second:,.0f} tokens/s" if progress and done else "",
+        Text(activity_words(state, replica), style="yellow" if waiting else "dim"),
+    ]
+
+
+def _shares_line(shares: Mapping[str, float], width: int) -> Text:
+    """Where the time goes, as one bar of three colours."""
+    line = Text.assemble(("time   ", "bold"))
+    for name, share in shares.items():
+        line.append("█" * round(share * width), style=_COLOURS[name])
+    words = [(f"  {name} {share:.0%}", _COLOURS[name]) for name, share in shares.items()]
+    return line.append_text(Text.assemble(*words))
 
 
 def status_line(state: RunState) -> str:
@@ -187,7 +209,7 @@ def status_line(state: RunState) -> str:
         progress = state.progress(replica)
         if progress and progress.loss is not None:
             doing = "" if state.activity(replica) is Activity.TRAINING else f", {activity_words(state, replica)}"
-            steps = f"step {progress.step}/{progress.total_steps}"
+            steps = f"step {progress.step}" + (f"/{progress.total_steps}" if progress.total_steps else "")
             parts.append(f"replica {replica}: {steps}, loss {progress.loss:.3f}{doing}")
         else:
             parts.append(f"replica {replica}: {activity_words(state, replica)}")
@@ -203,7 +225,8 @@ def status_line(state: RunState) -> str:
 
 def summary_lines(summary: Summary) -> list[str]:
     """What a newcomer wants to know at the end, and what to try next."""
-    lines = [f"{summary.name}: {summary.steps} steps, {summary.tokens:,} tokens, {summary.attempts} attempt(s)"]
+    took = f"{summary.attempts} attempt(s), {duration(summary.seconds)}"
+    lines = [f"{summary.name}: {summary.steps} steps, {summary.tokens:,} tokens, {took}"]
     if summary.first_loss is not None and summary.last_loss is not None:
         means = f"the first step's → mean of the last {LOSS_STEPS}"
         lines.append(f"loss        {summary.first_loss:.3f} → {summary.last_loss:.3f} ({means}, in training)")
@@ -215,9 +238,12 @@ def summary_lines(summary: Summary) -> list[str]:
     if summary.digests_equal is not None:
         word = "equal in all replicas" if summary.digests_equal else "DIFFERENT"
         lines.append(f"digests     {word} after {summary.rounds} rounds")
+    if summary.report is not None:
+        lines.append(f"report      {shown_path(summary.report)} (plots; open it in a browser)")
     if summary.result is not None:
         lines.append(f"result      {shown_path(summary.result)}")
-        lines.append(f"checkpoint  {shown_path(summary.checkpoint or '')}")
+    if summary.result is not None and summary.checkpoint is not None:
+        lines.append(f"checkpoint  {shown_path(summary.checkpoint)}")
         lines.append(f"try         {program()} generate {shown_path(summary.result)} --prompt 'def ' --tokens 200")
     return lines
 
@@ -257,6 +283,13 @@ def agreement_words(state: RunState) -> str:
         return ""
     number, equal = agreement
     return f"digests {'equal' if equal else 'DIFFERENT'} (round {number})"
+
+
+def duration(seconds: float) -> str:
+    """1:05 or 2:03:09."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import fcntl
 import signal
 import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +20,9 @@ from crosscloud_trainer.failures import Failure, invalid
 from crosscloud_trainer.launcher.attempt import LocalJob, LocalPod
 from crosscloud_trainer.launcher.display import Display, chosen_display
 from crosscloud_trainer.launcher.manifest import read_manifest
+from crosscloud_trainer.launcher.record import JobRecord
+from crosscloud_trainer.launcher.report_page import report_page
+from crosscloud_trainer.launcher.shaping import bytes_per_second
 from crosscloud_trainer.launcher.state import RunState, Summary
 from crosscloud_trainer.launcher.workspace import work_folder
 
@@ -39,14 +41,18 @@ class _Interrupt:
         self.number = self.number or number
 
 
-def run_local(path: Path, *, as_json: bool, out: Path | None, keep: bool) -> int:
+def run_local(
+    path: Path, *, as_json: bool, out: Path | None, keep: bool, link: str | None = None, resume: bool = False
+) -> int:
     """Run the manifest at `path`; returns the exit code. Raises Failure for what can't start."""
     manifest = read_manifest(path)
+    rate = bytes_per_second(link) if link is not None else None
     folder = out if out is not None else Path("crosscloud-runs") / manifest.name
     uri = _storage_uri(manifest.spec, folder, given=out is not None)
     with _claimed(folder), _interrupts() as interrupt, work_folder(manifest.name, keep=keep) as work:
-        job = LocalJob(manifest, str(uuid.uuid4()), work, folder / "logs", uri)
-        code = _run_attempts(job, chosen_display(as_json), interrupt)
+        record = JobRecord.open(folder, resume=resume)
+        job = LocalJob(manifest, record, work, folder / "logs", uri, rate)
+        code = _run_attempts(job, chosen_display(as_json), interrupt, folder / "report.html")
     if keep and not as_json:
         print(f"kept: {work}")  # noqa: T201
     return code
@@ -60,9 +66,9 @@ def _storage_uri(spec: JobSpec, folder: Path, *, given: bool) -> str:
     return str(folder.resolve())
 
 
-def _run_attempts(job: LocalJob, display: Display, interrupt: _Interrupt) -> int:
+def _run_attempts(job: LocalJob, display: Display, interrupt: _Interrupt, page: Path) -> int:
     spec = job.manifest.spec
-    state = RunState(job.manifest, job.logs)
+    state = RunState(job.manifest, job.logs, job.record.attempt)
     failed = never_ran = 0
     with display:
         while True:
@@ -70,12 +76,15 @@ def _run_attempts(job: LocalJob, display: Display, interrupt: _Interrupt) -> int
             display.attempt(state)
             code, message = _run_attempt(job, state, display, interrupt)
             if code == ExitCode.SUCCEEDED:
-                display.finish(Summary.of(state))
+                summary = replace(Summary.of(state), report=str(page))
+                page.write_text(report_page(state, summary), encoding="utf-8")
+                display.finish(summary)
                 return code
             if interrupt.number:
-                display.failure(state, "interrupted: all processes have ended", last=True)
+                display.failure(state, _interrupted(job), last=True)
                 return 128 + interrupt.number
-            failed, never_ran = (failed + 1, 0) if counted(code) else (failed, never_ran + 1)
+            if code != ExitCode.TERMINATED:
+                failed, never_ran = (failed + 1, 0) if counted(code) else (failed, never_ran + 1)
             last = not retryable(code) or failed >= spec.failure_policy.attempts or never_ran >= _NEVER_RAN_LIMIT
             display.failure(state, message, last=last)
             if last:
@@ -84,24 +93,39 @@ def _run_attempts(job: LocalJob, display: Display, interrupt: _Interrupt) -> int
 
 def _run_attempt(job: LocalJob, state: RunState, display: Display, interrupt: _Interrupt) -> tuple[int, str]:
     """Exit code and message of one attempt. No process of it is left."""
-    pods = job.start(state.attempt)
-    try:
+    with ExitStack() as held:
+        pods = job.start(state.attempt, held)
+        held.callback(_see, job, state, pods)  # a last checkpoint, once they have ended
+        held.callback(_end, pods)
         while True:
             if interrupt.number:
                 return ExitCode.TERMINATED, "interrupted"
-            codes = {pod.replica: pod.exit_code() for pod in pods}
-            for pod in pods:
-                state.see(pod.replica, pod.report())
+            codes = {pod.place: pod.exit_code() for pod in pods}
+            _see(job, state, pods)
             display.progress(state)
-            lost = [pod for pod in pods if codes[pod.replica]]
+            lost = [pod for pod in pods if codes[pod.place]]
             if lost:
                 first = lost[0]
-                return codes[first.replica] or 1, f"replica {first.replica}: {first.message()}"
+                return codes[first.place] or 1, f"{first.place}: {first.message()}"
             if all(code == 0 for code in codes.values()):
                 return ExitCode.SUCCEEDED, ""
             time.sleep(_POLL_SECONDS)
-    finally:
-        _end(pods)
+
+
+def _see(job: LocalJob, state: RunState, pods: list[LocalPod]) -> None:
+    """Take in what the pods have said since the last time."""
+    for pod in pods:
+        if pod.place.stage == 0:
+            state.see(pod.place.replica, pod.report())
+    acknowledged = job.acknowledged(state.attempt)
+    job.record.see(state.reports.values(), job.manifest.spec.checkpoint.keep, acknowledged)
+
+
+def _interrupted(job: LocalJob) -> str:
+    if not job.record.checkpoints:
+        return "interrupted: all processes have ended"
+    step = job.record.checkpoints[0].step
+    return f"interrupted: all processes have ended; --resume goes on after step {step}"
 
 
 def _end(pods: list[LocalPod]) -> None:

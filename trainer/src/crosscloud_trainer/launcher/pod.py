@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
+from crosscloud_trainer.claim import claim
 from crosscloud_trainer.contract import Completion, ExitCode, Outcome, Problem
 from crosscloud_trainer.data.corpus import write_corpus
 from crosscloud_trainer.environment import (
@@ -35,7 +36,7 @@ from crosscloud_trainer.launcher.script import SCRIPT_TIMEOUT, fetched
 from crosscloud_trainer.reporting import Changes, ConfigMapSink, FileSink, Identity, Reporter, Sink, Status, read_status
 from crosscloud_trainer.storage import Storage
 
-_LAST_WORD_SECONDS = 15.0  # after SIGTERM, to deliver the completion before the kubelet kills
+_LAST_WORD_SECONDS = 5.0  # of the grace period, to deliver the completion before the kubelet kills
 _SCRIPT_TIMEOUT_MINUTES = 30 * 24 * 60  # a round may wait for days while a link is cut, and the ranks with it
 _MESSAGE_LIMIT = 4096  # as Kubernetes has it for a termination message
 
@@ -103,7 +104,7 @@ def run_pod(environ: Mapping[str, str]) -> int:
         _leave(pod.termination_log, end.message)
     if reporter is not None:
         reporter.offer(status)
-        reporter.complete(_completion(end, status), lambda: stop.longer_than(_LAST_WORD_SECONDS))
+        reporter.complete(_completion(end, status), lambda: stop.longer_than(pod.grace - 1.0))
     return end.code
 
 
@@ -123,7 +124,10 @@ def _train(
             reporter.offer(Status(home=run.home.number, detail=detail))
 
     starting("looking whether the storage can be written")
-    Storage(run.storage_uri).check()
+    storage = Storage(run.storage_uri)
+    storage.check()
+    if run.script is None and pod.node == 0 and pod.replica == min(plan.index for plan in run.replicas):
+        claim(storage, run)
     command = [sys.executable, "-m", "crosscloud_trainer.train"]
     if run.script is not None:
         starting("reading the script")
@@ -165,7 +169,7 @@ def _train(
         if reporter is not None and changes.seen() and (status := read_status(status_path)):
             reporter.offer(status)
 
-    return group.wait(stop, follow)
+    return group.wait(stop, follow, max(1.0, pod.grace - _LAST_WORD_SECONDS))
 
 
 def _meeting_point(

@@ -15,7 +15,6 @@ from typing import IO
 from crosscloud_trainer.contract import ExitCode
 from crosscloud_trainer.environment import ERROR_FILE, PARENT
 
-_GRACE_SECONDS = 20.0  # below Kubernetes' default of 30 for a pod
 _EXPLAIN_SECONDS = 5.0  # how long a rank that lost a peer waits for that peer's own words
 _POLL_SECONDS = 0.05
 
@@ -111,21 +110,23 @@ class RankGroup:
                     self._out.write(f"[rank {rank}] {line.decode(errors='replace').rstrip()}\n")
                     self._out.flush()
 
-    def wait(self, stopped: Callable[[], bool], tick: Callable[[], None]) -> RankExit:
-        """Wait until all ranks have ended. `stopped` says that SIGTERM came; `tick` is called now and then."""
+    def wait(self, stopped: Callable[[], bool], tick: Callable[[], None], grace: float = 20.0) -> RankExit:
+        """Wait until all ranks have ended. `stopped` says that SIGTERM came, after which they have `grace` seconds for
+        a last checkpoint; `tick` is called now and then.
+        """
         ended: dict[int, int] = {}
         lost_since: float | None = None
         while self._alive:
             ended.update(self._reap())
             failed = {rank: code for rank, code in ended.items() if code != 0}
             if stopped():
-                self._end_all()
+                ended.update(self._end_gently(grace, tick))
                 break
             if failed:
                 lost_since = lost_since or time.monotonic()
                 explained = any(code != ExitCode.PEER_LOST for code in failed.values())
                 if explained or time.monotonic() - lost_since > _EXPLAIN_SECONDS:
-                    self._end_all()
+                    self._kill()
                     break
             tick()
             time.sleep(_POLL_SECONDS)
@@ -136,9 +137,10 @@ class RankGroup:
     def _verdict(self, ended: Mapping[int, int], stopped: bool) -> RankExit:
         failed = [(rank, code) for rank, code in ended.items() if code != 0]
         if not failed:
-            if stopped:
-                return RankExit(ExitCode.TERMINATED, "ended by SIGTERM")
             return RankExit(ExitCode.SUCCEEDED, "")
+        if stopped:
+            told = [self._message(rank, code) for rank, code in sorted(failed) if code == ExitCode.TERMINATED]
+            return RankExit(ExitCode.TERMINATED, told[0] if told else "ended by SIGTERM")
         # a rank that only lost a peer isn't the cause while another one says what happened
         failed.sort(key=lambda item: item[1] == ExitCode.PEER_LOST)
         rank, code = failed[0]
@@ -170,16 +172,25 @@ class RankGroup:
                 found[self._alive.pop(pid)] = exit_code(status)
         return found
 
-    def _end_all(self) -> None:
+    def _end_gently(self, grace: float, tick: Callable[[], None]) -> dict[int, int]:
+        """SIGTERM, and SIGKILL to those that are still there after `grace` seconds; exit codes."""
+        ended: dict[int, int] = {}
         self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + _GRACE_SECONDS
+        deadline = time.monotonic() + grace
         while self._alive and time.monotonic() < deadline:
-            self._reap()
+            ended.update(self._reap())
+            tick()
             time.sleep(_POLL_SECONDS)
+        return ended | self._kill()
+
+    def _kill(self) -> dict[int, int]:
+        """What is left can't go on. Exit codes."""
+        ended: dict[int, int] = {}
         self._signal(signal.SIGKILL)
         while self._alive:
-            self._reap()
+            ended.update(self._reap())
             time.sleep(_POLL_SECONDS)
+        return ended
 
     def _signal(self, number: int) -> None:
         for pid in self._alive:

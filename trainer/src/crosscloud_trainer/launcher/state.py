@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +22,29 @@ class Losses:
     validation: float | None
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One report of a replica, for plots. `seconds` counts from the attempt's start."""
+
+    seconds: float
+    step: int
+    loss: float | None
+    validation_loss: float | None
+    wan_bytes: int
+    dense_bytes: int
+
+
 class RunState:
     """Mutable; one thread uses it."""
 
-    def __init__(self, manifest: Manifest, logs: Path) -> None:
+    def __init__(
+        self, manifest: Manifest, logs: Path, attempt: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.manifest, self.logs = manifest, logs
-        self.attempt = 0
+        self.samples: dict[int, list[Sample]] = {}
+        self._clock = clock
+        self._started = clock()
+        self.attempt = attempt
         self.reports: dict[int, Report] = {}
         self.curve: list[tuple[int, float]] = []  # (step, loss), mean over the replicas that report
         self._digests: dict[int, dict[int, str]] = {}
@@ -38,7 +57,9 @@ class RunState:
         self.attempt += 1
         self.reports.clear()
         self.curve.clear()
+        self.samples.clear()
         self._digests.clear()
+        self._started = self._clock()
 
     def see(self, replica: int, report: Report | None) -> None:
         """Take a report in; an old one changes nothing."""
@@ -49,6 +70,7 @@ class RunState:
         progress = report.progress
         if progress.digest is not None:
             self._digests.setdefault(progress.round, {})[replica] = progress.digest
+        self._sample(replica, progress)
         losses = [item.progress.loss for item in self.reports.values() if item.progress.loss is not None]
         if not losses or (self.curve and progress.step < self.curve[-1][0]):
             return
@@ -57,6 +79,49 @@ class RunState:
         self.curve.append((progress.step, sum(losses) / len(losses)))
         if len(self.curve) > _CURVE_POINTS:  # halve the resolution, keep the whole run
             del self.curve[1:-1:2]
+
+    def _sample(self, replica: int, progress: Progress) -> None:
+        kept = self.samples.setdefault(replica, [])
+        kept.append(
+            Sample(
+                self.seconds,
+                progress.step,
+                progress.loss,
+                progress.validation_loss,
+                progress.wan_bytes_sent,
+                progress.dense_bytes,
+            )
+        )
+        if len(kept) > 2 * _CURVE_POINTS:
+            del kept[1:-1:2]
+
+    @property
+    def seconds(self) -> float:
+        """Since this attempt was started."""
+        return self._clock() - self._started
+
+    def seconds_left(self) -> float | None:
+        """At the pace so far; None where that can't be told."""
+        parts = [report.progress for report in self.reports.values()]
+        if len(parts) < len(self.replicas) or any(not part.total_steps or not part.step for part in parts):
+            return None
+        slowest = min(parts, key=lambda part: part.step)
+        first = next((sample for sample in self.samples.get(0, []) if sample.step), None)
+        if first is None or slowest.step <= first.step:
+            return None
+        pace = (self.seconds - first.seconds) / (slowest.step - first.step)
+        return pace * (slowest.total_steps - slowest.step)
+
+    def shares(self) -> dict[str, float] | None:
+        """Share of the replicas' time by activity; None before any is known."""
+        parts = [report.progress for report in self.reports.values()]
+        spent = {
+            "compute": sum(part.compute_seconds for part in parts),
+            "exchange": sum(part.exchange_seconds for part in parts),
+            "waiting": sum(part.waiting_seconds for part in parts),
+        }
+        whole = sum(spent.values())
+        return {name: value / whole for name, value in spent.items()} if whole else None
 
     def progress(self, replica: int) -> Progress | None:
         report = self.reports.get(replica)
@@ -113,6 +178,9 @@ class Summary:
     digests_equal: bool | None
     result: str | None
     checkpoint: str | None
+    seconds: float
+    report: str | None = None
+    """The HTML page with plots."""
 
     @property
     def ratio(self) -> float | None:
@@ -140,6 +208,7 @@ class Summary:
             digests_equal=agreement[1] if agreement else None,
             result=completion.result_uri if completion else None,
             checkpoint=completion.checkpoint_uri if completion else None,
+            seconds=round(state.seconds, 1),
         )
 
 

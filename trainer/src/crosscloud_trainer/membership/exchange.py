@@ -11,7 +11,7 @@ import torch
 
 from crosscloud_trainer.compress import Codec, EncodedCells, Reducer
 from crosscloud_trainer.compress.codec import PayloadError, sizes_of
-from crosscloud_trainer.contract import RunDocument, StagePlan
+from crosscloud_trainer.contract import RunDocument
 from crosscloud_trainer.exchange import RoundRequest, RoundResult
 from crosscloud_trainer.layout import HolderMap, Ids, Index, LayoutError
 from crosscloud_trainer.link import (
@@ -25,8 +25,10 @@ from crosscloud_trainer.link import (
     Received,
     Restarted,
 )
+from crosscloud_trainer.link.mail import Mail
 from crosscloud_trainer.membership.errors import Diverged, PeerLost, RoundFailed
-from crosscloud_trainer.membership.rounds import Buffer, Peer, Rounds, Share, divergence, named
+from crosscloud_trainer.membership.numbering import Numbering, Peer
+from crosscloud_trainer.membership.rounds import Buffer, Rounds, Share, divergence, named
 from crosscloud_trainer.topology import PeerCells, peers
 
 _GOODBYE_SECONDS = 30.0
@@ -56,10 +58,11 @@ class LinkExchange:
         codec: Codec,
         holders: HolderMap,
         replica: int,
-        stage: int,
         rank: int,
         reducer: Reducer,
+        mail: Mail | None = None,
     ) -> None:
+        """`rank` is counted over all stages of the replica; `holders` tells of this rank's own stage."""
         self.view = tuple(sorted(plan.index for plan in run.replicas))
         self.replica = replica
         self._link = link
@@ -67,8 +70,13 @@ class LinkExchange:
         self._codec = codec
         self._reducer = reducer
         self._rank = rank
-        self._stage = stage
-        self._plans: dict[int, StagePlan] = {plan.index: plan.stages[stage] for plan in run.replicas}
+        self._mail = mail or Mail(link)
+        self._numbers = Numbering(run.replicas)
+        self._leads = self._numbers.leads((replica, rank))
+        self.leaves = False
+        """Set once this replica was told to end: the next round says so to the others."""
+        self.leaving: tuple[int, ...] = ()
+        """Replicas that said so in the last round: all stop after it."""
         self._attempt = run.attempt
         self._holders = {replica: holders}
         self._cells: dict[Peer, PeerCells] = {}
@@ -86,7 +94,7 @@ class LinkExchange:
         contacts = self._contacts()
         for peer in contacts:
             self._link.connect(self._address(peer))
-            if self._rank == 0:
+            if self._leads:
                 self._send_layout(peer)
         self._pump(self._without_layout, deadline)
         self._cells = peers(self._index, self.view, self._holders, self.replica, self._rank)
@@ -103,28 +111,36 @@ class LinkExchange:
         self._await_connections(list(shares), deadline)
 
     def _contacts(self) -> list[Peer]:
-        """Rank 0 of each other replica, whose announcements this rank needs whatever the layout; for a rank 0, all."""
+        """The first rank of each stage of each other replica, whose layout and announcements this rank needs whatever
+        the layout; for such a rank, all.
+        """
         others = [replica for replica in self.view if replica != self.replica]
-        ranks = {replica: range(self._plans[replica].ranks if self._rank == 0 else 1) for replica in others}
-        return [(replica, rank) for replica in others for rank in ranks[replica]]
+        if self._leads:
+            return [(replica, rank) for replica in others for rank in range(self._numbers.ranks(replica))]
+        return [leader for replica in others for leader in self._numbers.leaders(replica)]
 
     def _send_layout(self, peer: Peer) -> None:
         runs = np.array(self._holders[self.replica].runs(), dtype=">i8")
         self._link.send(self._address(peer), Message(MessageType.LAYOUT, b"", runs.tobytes()))
 
     def _take_layout(self, peer: Peer, body: Buffer) -> None:
-        if peer[1] != 0 or len(body) % 24:
-            raise RoundFailed(f"{named(peer)} sent a layout of {len(body)} bytes; rank 0 sends triples of 24")
+        if not self._numbers.leads(peer) or len(body) % 24:
+            raise RoundFailed(
+                f"{named(peer)} sent a layout of {len(body)} bytes; a stage's first rank sends triples of 24"
+            )
         runs = np.frombuffer(body, dtype=">i8").reshape(-1, 3).tolist()
+        known = self._holders.get(peer[0], HolderMap.none(self._index.cells))
         try:
-            self._holders[peer[0]] = HolderMap.from_runs(self._index.cells, [(a, b, c) for a, b, c in runs])
+            told = HolderMap.from_runs(self._index.cells, [(a, b, c) for a, b, c in runs])
+            self._holders[peer[0]] = known.joined(told)
         except LayoutError as fault:
             raise RoundFailed(f"{named(peer)}: {fault}") from fault
-        if runs and max(run[0] for run in runs) >= self._plans[peer[0]].ranks:
-            raise RoundFailed(f"{named(peer)} has a layout for more ranks than its replica has")
+        if any(run[0] not in self._numbers.stage_ranks(peer) for run in runs):
+            raise RoundFailed(f"{named(peer)} has a layout for other ranks than its stage's")
 
     def _without_layout(self) -> set[int]:
-        return set(self.view) - set(self._holders)
+        known = {replica for replica, holders in self._holders.items() if replica == self.replica or holders.whole}
+        return set(self.view) - known
 
     def _await_connections(self, wanted: list[Peer], deadline: float) -> None:
         def unmet() -> set[int]:
@@ -142,8 +158,9 @@ class LinkExchange:
         bodies: dict[Peer, Buffer] = {}
         if payload is not None:
             bodies = {peer: payload.select(cells.send).buffer() for peer, cells in self._cells.items()}
-        rounds.begin(request.round, request.weight, request.digest, bodies)
+        rounds.begin(request.round, request.weight, request.digest, bodies, leaves=self.leaves)
         self._pump(rounds.awaited_payloads)
+        self.leaving = rounds.leaving
         different = divergence(request.round, rounds.digests)
         if different:
             raise Diverged(different)
@@ -228,7 +245,7 @@ class LinkExchange:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise PeersMissing(self._explain(missing))
-                event = self._link.receive(left if poll is None else min(poll, left or poll))
+                event = self._mail.receive(left if poll is None else min(poll, left or poll))
                 if event is not None:
                     self._handle(event)
                 self._send_all()
@@ -240,7 +257,7 @@ class LinkExchange:
             self._rounds.obey(event.authority)
         elif isinstance(event, Restarted):
             peer = self._peer(event.peer)
-            if self._rank == 0:
+            if self._leads:
                 self._send_layout(peer)
             self._rounds.resend(peer)
         elif event.message.type is MessageType.LAYOUT:
@@ -256,11 +273,10 @@ class LinkExchange:
         self._link.obey(self._rounds.authority)
 
     def _address(self, peer: Peer) -> RankId:
-        gpus = self._plans[peer[0]].gpus_per_node
-        return RankId(peer[0], self._stage, peer[1] // gpus, peer[1] % gpus)
+        return self._numbers.address(peer)
 
     def _peer(self, address: RankId) -> Peer:
-        return (address.replica, address.node * self._plans[address.replica].gpus_per_node + address.local)
+        return self._numbers.peer(address)
 
     def _explain(self, missing: set[int]) -> str:
         states = self._link.states()

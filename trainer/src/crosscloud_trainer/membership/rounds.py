@@ -19,16 +19,17 @@ from dataclasses import dataclass, field
 
 from crosscloud_trainer.link import Authority, Message, MessageType
 from crosscloud_trainer.membership.errors import RoundFailed
+from crosscloud_trainer.membership.numbering import Peer
 
-Peer = tuple[int, int]
-"""(replica, rank in it)"""
 Buffer = bytes | bytearray | memoryview
-HEAD = struct.Struct("!8Q")
+HEAD = struct.Struct("!9Q")
 
 
 @dataclass(frozen=True)
 class Head:
-    """What every message says first. `prepared` is the last round that the sender's replica has prepared; 0 is none."""
+    """What every message says first. `prepared` is the last round that the sender's replica has prepared; 0 is none.
+    `leaves`: it was told to end, and after this round all stop.
+    """
 
     attempt: int
     authority: Authority
@@ -36,18 +37,20 @@ class Head:
     weight: int
     digest: int
     prepared: int
+    leaves: bool = False
 
     def pack(self) -> bytes:
         a = self.authority
-        return HEAD.pack(self.attempt, a.home, a.term, a.view, self.round, self.weight, self.digest, self.prepared)
+        said = (self.round, self.weight, self.digest, self.prepared, int(self.leaves))
+        return HEAD.pack(self.attempt, a.home, a.term, a.view, *said)
 
     @staticmethod
     def unpack(data: bytes) -> Head:
         """Raises RoundFailed for a head of another size."""
         if len(data) != HEAD.size:
             raise RoundFailed(f"a message has a head of {len(data)} bytes, must be {HEAD.size}")
-        attempt, home, term, view, number, weight, digest, prepared = HEAD.unpack(data)
-        return Head(attempt, Authority(home, term, view), number, weight, digest, prepared)
+        attempt, home, term, view, number, weight, digest, prepared, leaves = HEAD.unpack(data)
+        return Head(attempt, Authority(home, term, view), number, weight, digest, prepared, bool(leaves))
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class _Round:
     """What is known of one round. `payloads` and `results` are as received; `sent_*` are our own, to send again."""
 
     begun: bool = False
+    leaves: bool = False
+    leaving: set[int] = field(default_factory=set)  # other replicas that leave after it
     weight: int = 0
     digest: int = 0
     announced: dict[Peer, tuple[int, int]] = field(default_factory=dict)
@@ -106,7 +111,9 @@ class Rounds:
         taken, self._outgoing = self._outgoing, []
         return taken
 
-    def begin(self, number: int, weight: int, digest: int, payloads: Mapping[Peer, Buffer]) -> None:
+    def begin(
+        self, number: int, weight: int, digest: int, payloads: Mapping[Peer, Buffer], *, leaves: bool = False
+    ) -> None:
         """Enters a round. `payloads` has the bytes for each peer with a share, and is empty where the weight is 0."""
         if self.number and number != self.number + 1:
             raise ValueError(f"round {number} can't follow round {self.number}")
@@ -120,7 +127,7 @@ class Rounds:
                 raise ValueError(f"{found}; its cells have {share.outgoing}")
         self.number = number
         present = self._rounds.setdefault(number, _Round())
-        present.begun, present.weight, present.digest = True, weight, digest
+        present.begun, present.weight, present.digest, present.leaves = True, weight, digest, leaves
         present.sent_payloads = payloads if weight else {}
         self._forget()
         for peer in self._shares:
@@ -168,7 +175,7 @@ class Rounds:
 
     def _send(self, peer: Peer, kind: MessageType, number: int, known: _Round, body: Buffer = b"") -> None:
         last = self._prepared[self.me[0]]
-        head = Head(self._attempt, self.authority, number, known.weight, known.digest, last)
+        head = Head(self._attempt, self.authority, number, known.weight, known.digest, last, known.leaves)
         self._outgoing.append(Send(peer, Message(kind, head.pack(), body)))
 
     def _forget(self) -> None:
@@ -218,6 +225,8 @@ class Rounds:
                 this = f"{named(peer)} says {said[0]} and {said[1]:016x}"
                 raise RoundFailed(f"round {head.round}: {found}, {this}; all ranks of a replica must say the same")
         known.announced[peer] = said
+        if head.leaves:
+            known.leaving.add(peer[0])
 
     def _keep(self, kept: dict[Peer, Buffer], peer: Peer, message: Message, size: int, head: Head) -> None:
         if len(message.body) != size or not size:
@@ -247,6 +256,12 @@ class Rounds:
         said = {self.me[0]: (present.weight, present.digest)}
         said.update({peer[0]: words for peer, words in present.announced.items()})
         return dict(sorted(said.items()))
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """Replicas that were told to end; the same everywhere once all weights are known."""
+        present = self._rounds.get(self.number, _Round())
+        return tuple(sorted(present.leaving | ({self.me[0]} if present.leaves else set())))
 
     @property
     def payloads(self) -> Mapping[Peer, Buffer]:

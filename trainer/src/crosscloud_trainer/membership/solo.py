@@ -14,6 +14,8 @@ class SoloExchange:
         self.replica = replica
         self.authority = authority
         self.settled_round = 0
+        self.leaves = False
+        self.leaving: tuple[int, ...] = ()
 
     def exchange(self, request: RoundRequest) -> RoundResult:
         """The mean of one replica's update is that update."""

@@ -80,6 +80,11 @@ def plan_of(model: PreTrainedModel, count: int) -> _Plan:
     return _Plan(embedding[0], layers[0], tuple(name for name in raw if name not in (embedding[0], layers[0])))
 
 
+def hidden_size(model: PreTrainedModel) -> int:
+    """Values per token of what passes between layers."""
+    return int(model.config.get_text_config().hidden_size)
+
+
 def layers_of(layers: int, number: int, count: int) -> range:
     """The layers of one of `count` stages, dealt evenly; stages later in the line have the odd ones."""
     return range(layers * number // count, layers * (number + 1) // count)

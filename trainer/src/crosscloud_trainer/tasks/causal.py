@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -31,8 +30,10 @@ class CausalTask:
         for first in range(0, len(chosen), self._micro):
             yield _as_batch(self._corpus.train[chosen[first : first + self._micro]], device)
 
-    def evaluate(self, model: Any, device: torch.device) -> tuple[float, int]:
-        """(sum of this rank's validation losses, sequences that it saw); dropout is off meanwhile.
+    def evaluate(
+        self, losses_of: Callable[[Sequence[dict[str, torch.Tensor]]], list[float]], device: torch.device
+    ) -> tuple[float, int]:
+        """(sum of this rank's validation losses, sequences that it saw); (0, 0) where `losses_of` tells none.
 
         All ranks go through the model equally often, since under ZeRO 3 each time is collective.
         """
@@ -41,15 +42,12 @@ class CausalTask:
             for rank in range(self._ranks)
         ]
         share, longest = shares[self._rank], max(map(len, shares))
-        total = 0.0
-        model.eval()
-        with torch.no_grad():
-            for first in range(0, longest, self._micro):
-                chosen = share[first : first + self._micro]
-                batch = _as_batch(self._corpus.validation[chosen if len(chosen) else shares[0][:1]], device)
-                total += float(model(**batch).loss) * len(chosen)
-        model.train()
-        return total, len(share)
+        chosen = [share[first : first + self._micro] for first in range(0, longest, self._micro)]
+        batches = [_as_batch(self._corpus.validation[part if len(part) else shares[0][:1]], device) for part in chosen]
+        losses = losses_of(batches)
+        if not losses:
+            return 0.0, 0
+        return sum(loss * len(part) for loss, part in zip(losses, chosen, strict=True)), len(share)
 
 
 def _as_batch(tokens: NDArray[np.uint16], device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,0 +1,187 @@
+"""A DeepSpeed script of one's own, alone and in jobs: the example that users copy, through real processes.
+
+All of it is started at once, since starting takes longest.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+from trainer.jobs import DEADLINE_SECONDS, finished, start_local
+
+from crosscloud_trainer.contract import ExitCode
+from crosscloud_trainer.engine import EngineError, adopt
+from crosscloud_trainer.library import Alone
+from crosscloud_trainer.shard_optimizer import ShardOptimizer
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "library" / "train.py"
+RUNNER = Path(__file__).parent / "alone.py"
+STEPS, WINDOW = 12, 5
+ROUNDS = 3  # after steps 5 and 10, and at the end of the script
+MICRO_BATCHES = 2
+
+JOBS: dict[str, dict[str, Any]] = {
+    "one replica": {"replicas": 1, "replica": {"gpusPerStage": 2, "zeroStage": 2}, "sync": {"innerSteps": WINDOW}},
+    "two replicas": {
+        "replicas": 2,
+        "replica": {"gpusPerStage": 1, "zeroStage": 2},
+        "replicaOverrides": [{"name": "big", "index": 1, "gpusPerStage": 2}],
+        "sync": {"innerSteps": WINDOW},
+    },
+    "all reduce": {
+        "replicas": 2,
+        "replica": {"gpusPerStage": 1, "zeroStage": 2},
+        "sync": {"algorithm": "AllReduce", "codec": "None"},
+    },
+    "other ZeRO stage": {"replicas": 1, "replica": {"zeroStage": 1}},
+}
+
+
+def job(folder: Path, script: dict[str, Any], **spec: Any) -> Path:
+    """The manifest of a job of a script, as a file."""
+    document = {
+        "apiVersion": "crosscloud.dev/v1alpha1",
+        "kind": "CrossCloudTrainingJob",
+        "metadata": {"name": "own"},
+        "spec": {"script": script, "storage": {"uri": "/models"}, **spec},
+    }
+    folder.mkdir(exist_ok=True)
+    with (folder / "job.yaml").open("w") as out:
+        YAML(typ="safe", pure=True).dump(document, out)
+    return folder / "job.yaml"
+
+
+def losses(folder: Path, rank: int) -> list[float]:
+    return [float.fromhex(text) for text in (folder / f"losses-{rank}").read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int, list[dict[str, Any]]]]:
+    """Folder, exit code and events by job; "alone" is the script under torchrun, without a job."""
+    root = tmp_path_factory.mktemp("library")
+    started = {}
+    for name, spec in JOBS.items():
+        folder = root / name
+        args = ["--steps", str(STEPS), "--losses", str(folder / "losses")]
+        path = job(folder, {"file": str(SCRIPT), "args": args}, **spec)
+        started[name] = (folder, start_local(path, folder / "out"))
+    folder = root / "alone"
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(RUNNER)]
+    command += [str(SCRIPT), "--steps", str(STEPS), "--losses", str(folder / "losses")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    alone = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    assert alone.stderr.count("not in a job; join() and wrap() change nothing") == 1
+    found: dict[str, tuple[Path, int, list[dict[str, Any]]]] = {"alone": (folder, 0, [])}
+    for name, (folder, process) in started.items():
+        code, events, _ = finished(process)
+        found[name] = (folder, code, events)
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_in_a_job_of_one_replica_a_script_has_its_own_losses_to_the_last_bit(ends: Any, rank: int) -> None:
+    assert ends["one replica"][1] == 0, ends["one replica"][2][-1]
+    alone, joined = losses(ends["alone"][0], rank), losses(ends["one replica"][0], rank)
+    assert joined == alone
+    assert len(set(alone)) == STEPS * MICRO_BATCHES
+    assert alone[-1] < alone[0]
+
+
+def test_two_replicas_of_unlike_size_end_with_equal_weights(ends: Any) -> None:
+    folder, code, events = ends["two replicas"]
+    assert code == 0, events[-1]
+    end = events[-1]
+    assert (end["event"], end["steps"], end["rounds"], end["digests_equal"]) == ("finish", STEPS, ROUNDS, True)
+    assert end["tokens"] == STEPS * MICRO_BATCHES * 64 * 3  # what the script told by sync.tokens, of three ranks
+    assert end["last_loss"] < end["first_loss"]
+    assert end["wan_bytes"] < end["dense_bytes"] / 8
+    taken = [losses(folder, rank) for rank in range(3)]
+    assert len({tuple(seen) for seen in taken}) == 3, "each rank of the job trains on data of its own"
+
+
+def test_under_all_reduce_two_replicas_of_one_rank_take_the_steps_of_one_replica_of_two(ends: Any) -> None:
+    folder, code, events = ends["all reduce"]
+    assert code == 0, events[-1]
+    assert events[-1]["digests_equal"] is True
+    for rank in (0, 1):
+        assert losses(folder, rank) == pytest.approx(losses(ends["alone"][0], rank), rel=5e-3)
+
+
+def test_a_zero_stage_that_is_not_the_scripts_is_refused_by_the_name_of_the_field(ends: Any) -> None:
+    _, code, events = ends["other ZeRO stage"]
+    assert code == ExitCode.INVALID_INPUT
+    assert "replica.zeroStage: found 1; must be 2" in events[-1]["message"]
+
+
+def test_a_script_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    path = job(tmp_path, {"file": "no/such/train.py"})
+    code, events, _ = finished(start_local(path, tmp_path / "out"))
+    assert code == ExitCode.INVALID_INPUT
+    assert 'script.file: found "no/such/train.py"; must be a file in the image' in events[-1]["message"]
+
+
+def test_outside_a_job_the_very_optimizer_comes_back() -> None:
+    sync = Alone()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    assert sync.wrap(optimizer) is optimizer
+    sync.tokens(5)
+    sync.finish()
+    assert (sync.joined, sync.replica, sync.replicas, sync.rank, sync.ranks) == (False, 0, 1, 0, 1)
+
+
+class Config:
+    """As much of a DeepSpeed engine as is asked before it is taken into a job."""
+
+    pipeline_parallelism = False
+
+    def __init__(self, *, fp16: bool = False, offload: str | None = None, groups: int = 1) -> None:
+        self._fp16, self._offload = fp16, offload
+        self.optimizer = type("Zero", (), {"fp32_partitioned_groups_flat": [None] * groups})()
+
+    def zero_optimization_stage(self) -> int:
+        return 3
+
+    def zero_sub_group_size(self) -> int:
+        return 1000
+
+    def fp16_enabled(self) -> bool:
+        return self._fp16
+
+    def zero_offload_optimizer(self) -> Any:
+        return type("Offload", (), {"device": self._offload})() if self._offload else None
+
+    def zero_offload_param(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        (Config(fp16=True), "fp16.enabled: found true"),
+        (Config(offload="cpu"), "offload_optimizer, offload_param: must be left out"),
+        (Config(groups=2), "sub_group_size: found 1000; must be above a rank's part of the model"),
+    ],
+)
+def test_what_deepspeed_can_not_do_in_a_job_is_refused_by_its_name(config: Config, fault: str) -> None:
+    optimizer = ShardOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
+    with pytest.raises(EngineError, match=fault):
+        adopt(config, optimizer)
+
+
+def test_a_rate_set_on_the_shown_group_keeps_the_proportion_of_the_users_groups() -> None:
+    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    inner = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.2}])
+    optimizer = ShardOptimizer(inner, {id(first): "a", id(second): "b"})
+    optimizer.bind([("a", torch.zeros(2)), ("b", torch.zeros(2))], lambda: [torch.ones(2), torch.ones(2)])
+    optimizer.param_groups[0]["lr"] = 0.05
+    optimizer.step()
+    assert [group["lr"] for group in inner.param_groups] == [0.05, pytest.approx(0.1)]

@@ -1,0 +1,85 @@
+"""What the operator keeps in a job's status, kept in a file: the launcher plays the operator."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from crosscloud_trainer.contract import (
+    MAX_KEPT,
+    Acknowledged,
+    InvalidDocument,
+    Report,
+    StoredCheckpoint,
+    dump_json,
+    read_json,
+)
+from crosscloud_trainer.contract.reading import rule
+from crosscloud_trainer.failures import invalid
+from crosscloud_trainer.reporting import write_whole
+
+RECORD = "job.json"
+
+
+@dataclass(frozen=True)
+class _Content:
+    uid: str = rule()
+    attempt: int = rule(0, minimum=0)  # the last one
+    checkpoints: tuple[StoredCheckpoint, ...] = rule((), max_items=MAX_KEPT)  # newest first
+
+
+class JobRecord:
+    """One job's file. It is saved before anybody is told what stands in it."""
+
+    def __init__(self, path: Path, content: _Content) -> None:
+        self._path, self._content = path, content
+
+    @classmethod
+    def new(cls, folder: Path, uid: str) -> JobRecord:
+        return cls(folder / RECORD, _Content(uid))
+
+    @classmethod
+    def open(cls, folder: Path, *, resume: bool) -> JobRecord:
+        """A new job's, or where `resume` is set the one that an earlier run left in `folder`. Raises Failure."""
+        path = folder / RECORD
+        if not resume:
+            return cls.new(folder, str(uuid.uuid4()))
+        try:
+            found = read_json(_Content, path.read_bytes())
+        except (OSError, InvalidDocument) as fault:
+            why = getattr(fault, "strerror", None) or str(fault).splitlines()[0]
+            raise invalid([f"--resume: {path} can't be read: {why}; leave --resume out to begin anew"]) from fault
+        if not found.checkpoints:
+            raise invalid([f"--resume: the run in {folder} has left no checkpoint; leave --resume out to begin anew"])
+        return cls(path, found)
+
+    @property
+    def uid(self) -> str:
+        return self._content.uid
+
+    @property
+    def attempt(self) -> int:
+        return self._content.attempt
+
+    @property
+    def checkpoints(self) -> tuple[StoredCheckpoint, ...]:
+        return self._content.checkpoints
+
+    def begin(self, attempt: int) -> None:
+        """An attempt begins: its number is never used again."""
+        self._save(replace(self._content, attempt=attempt))
+
+    def see(self, reports: Iterable[Report], keep: int, acknowledged: Path) -> None:
+        """Remember the newest checkpoint of the present attempt's reports, then acknowledge it in a file."""
+        told = [item.progress.checkpoint for item in reports if item.progress.checkpoint]
+        newest = max(told, key=lambda item: item.step, default=None)
+        if newest is None or newest in self.checkpoints:
+            return
+        self._save(replace(self._content, checkpoints=(newest, *self.checkpoints)[:keep]))
+        write_whole(acknowledged, dump_json(Acknowledged(self.checkpoints)))
+
+    def _save(self, content: _Content) -> None:
+        self._content = content
+        write_whole(self._path, dump_json(content))
