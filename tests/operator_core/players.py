@@ -55,6 +55,14 @@ def lab(gpus_east: int = 4, gpus_west: tuple[int, ...] = (2, 2)) -> MemoryWorld:
     return world
 
 
+def split_lab() -> MemoryWorld:
+    """A lab of as many GPUs in which the second of two replicas of two stages of two GPUs lies in both members."""
+    return lab(gpus_east=6, gpus_west=(2,))
+
+
+TWO_STAGES: dict[str, Any] = {"replica": {"gpusPerStage": 2, "stages": 2}}
+
+
 @dataclass
 class Flaky:
     """A cluster behind which fate waits: the operator is killed, or a call fails, before or after it has its effect."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from operator_core.memory import MemoryWorld
-from operator_core.players import Flaky, Killed, Lab, end_pod, job, lab, seeded_fate
+from operator_core.players import TWO_STAGES, Flaky, Killed, Lab, end_pod, job, lab, seeded_fate, split_lab
 
 from crosscloud_operator.domain.lifecycle import TRANSITIONS, State, state_of
 from crosscloud_operator.kube.api import JOB, POD, ApiError, Ref
@@ -93,13 +93,28 @@ def plan_of(scene: Lab, name: str = "demo") -> list[tuple[int, str, list[str]]]:
     return [(stage.replica, stage.member, [node.name for node in stage.nodes]) for stage in scene.status(name).plan]
 
 
-async def test_killed_at_any_call_the_operator_comes_to_the_same_end() -> None:
-    """Every single call of a whole life, one after the other, before and after its effect."""
+@pytest.mark.parametrize(
+    ("world", "spec", "stride", "plan"),
+    [
+        (lab, {}, 1, [(0, "east", ["e1"]), (1, "west", ["w1", "w2"])]),
+        (
+            split_lab,
+            TWO_STAGES,
+            3,
+            [(0, "east", ["e1"]), (0, "east", ["e1"]), (1, "east", ["e1"]), (1, "west", ["w1"])],
+        ),
+    ],
+    ids=["one stage", "two stages"],
+)
+async def test_killed_at_any_call_the_operator_comes_to_the_same_end(
+    world: Callable[[], MemoryWorld], spec: dict[str, Any], stride: int, plan: list[tuple[int, str, list[str]]]
+) -> None:
+    """Every single call of a whole life (or each `stride`th), one after the other, before and after its effect."""
     for when in OUTCOMES["kill"]:
         moment = 0
         while True:
-            scene = Lab(lab())
-            scene.submit(job())
+            scene = Lab(world())
+            scene.submit(job(**spec))
             left = [moment]
 
             def fate(_: str, left: list[int] = left, when: str = when) -> str | None:
@@ -112,8 +127,8 @@ async def test_killed_at_any_call_the_operator_comes_to_the_same_end() -> None:
             scene.world.restart(wrap)
             witness = Witness(scene)
             await live(scene, witness, ("demo",), lambda scene=scene: scene.status().is_true("Running"), wrap)  # type: ignore[misc]
-            assert plan_of(scene) == [(0, "east", ["e1"]), (1, "west", ["w1", "w2"])]
-            assert len(scene.pods()) == 3
+            assert plan_of(scene) == plan
+            assert len(scene.pods()) == sum(len(nodes) for _, _, nodes in plan)
             assert scene.status().attempt.number == 1, f"killed {when} call {moment}"  # type: ignore[union-attr]
             scene.finish()
             await live(scene, witness, ("demo",), lambda scene=scene: scene.status().finished, wrap)  # type: ignore[misc]
@@ -123,7 +138,7 @@ async def test_killed_at_any_call_the_operator_comes_to_the_same_end() -> None:
             assert nothing_left(scene.world)
             if left[0] >= 0:
                 break  # the life has fewer calls than this
-            moment += 1
+            moment += stride
         assert moment > 60
 
 
@@ -136,13 +151,17 @@ def nothing_left(world: MemoryWorld) -> bool:
 @pytest.mark.parametrize("kind", ["kill", "fail"])
 @pytest.mark.parametrize("block", range(4))
 async def test_whatever_happens_two_jobs_end_well_one_after_the_other(kind: str, block: int) -> None:
-    """Two jobs that each need all there is; pods fail and are deleted; calls fail or the operator dies all the time."""
+    """Two jobs that each need all there is; pods fail and are deleted; calls fail or the operator dies all the time.
+
+    Of two schedules one has replicas of two stages.
+    """
     for seed in range(block * 15, block * 15 + 15):
         dice = random.Random(seed)
-        scene = Lab(lab())
+        world, shape = (split_lab, TWO_STAGES) if seed % 2 else (lab, {})
+        scene = Lab(world())
         names = ("one", "two")
         for name in names:
-            scene.submit(job(name, failurePolicy={"attempts": 100}))
+            scene.submit(job(name, failurePolicy={"attempts": 100}, **shape))
         fate = seeded_fate(seed, 0.03 if kind == "kill" else 0.05, OUTCOMES[kind])
 
         def wrap(cluster: Any, fate: Callable[[str], str | None] = fate) -> Flaky:
@@ -194,7 +213,7 @@ def accident(scene: Lab, name: str, dice: random.Random) -> None:
 async def test_members_that_come_and_go_never_lead_to_two_attempts_at_once(seed: int) -> None:
     dice = random.Random(seed)
     scene = Lab(lab(gpus_east=8, gpus_west=(4, 4)))
-    scene.submit(job(failurePolicy={"attempts": 100}))
+    scene.submit(job(failurePolicy={"attempts": 100}, **(TWO_STAGES if seed % 2 else {})))
     witness = Witness(scene)
     for _ in range(80):
         for name, cluster in scene.world.clusters.items():

@@ -1,4 +1,5 @@
-"""Golden manifests: everything that one job over two members makes there, reviewed as diffs.
+"""Golden manifests: everything that a job over two members makes there, reviewed as diffs; two jobs, one of them with
+replicas of two stages.
 
 `CROSSCLOUD_GOLDEN=write pytest tests/operator_core/test_manifests.py` writes them anew; look at the diff.
 """
@@ -12,16 +13,17 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from operator_core.memory import MemoryCluster
-from operator_core.players import Lab, job, lab
+from operator_core.players import TWO_STAGES, Lab, job, keys_of, lab, split_lab
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
-from crosscloud_operator.kube.api import CONFIG_MAP, POD
+from crosscloud_operator.kube.api import CONFIG_MAP, POD, SECRET
 from crosscloud_trainer.contract import read_peer_table, read_run_document
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -56,6 +58,15 @@ async def admitted() -> Lab:
     meta = {"name": "s3", "namespace": "ml"}
     scene.world.real_hub.put({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": {"AWS_REGION": "eA=="}})
     scene.submit(job(**SPEC))
+    await scene.look()
+    assert scene.reason() == "Binding"
+    return scene
+
+
+async def admitted_in_stages() -> Lab:
+    """Replica 0 has both of its stages in east, replica 1 its first one there and its second one in west."""
+    scene = Lab(split_lab())
+    scene.submit(job(**TWO_STAGES, activations={"codec": "Int8"}))
     await scene.look()
     assert scene.reason() == "Binding"
     return scene
@@ -104,18 +115,26 @@ def _readable(data: Any) -> Any:
     return LiteralScalarString(data) if isinstance(data, str) and "\n" in data else data
 
 
+@pytest.mark.parametrize(
+    ("golden", "scenery"),
+    [("", admitted), ("stages-", admitted_in_stages)],
+    ids=["one stage", "two stages"],
+)
 @pytest.mark.parametrize("member", ["east", "west"])
-async def test_a_job_over_two_members_makes_just_these_objects(member: str) -> None:
-    scene = await admitted()
+async def test_a_job_over_two_members_makes_just_these_objects(
+    golden: str, scenery: Callable[[], Awaitable[Lab]], member: str
+) -> None:
+    scene = await scenery()
     text = as_yaml(as_made(scene.world.clusters[member]))
-    path = GOLDEN / f"{member}.yaml"
+    path = GOLDEN / f"{golden}{member}.yaml"
     if os.environ.get("CROSSCLOUD_GOLDEN") == "write":
         path.write_text(text)
     assert text == path.read_text()
 
 
-async def test_the_documents_are_what_the_trainer_reads() -> None:
-    scene = await admitted()
+@pytest.mark.parametrize("scenery", [admitted, admitted_in_stages], ids=["one stage", "two stages"])
+async def test_the_documents_are_what_the_trainer_reads(scenery: Callable[[], Awaitable[Lab]]) -> None:
+    scene = await scenery()
     digests = set()
     for cluster in scene.world.clusters.values():
         run = cluster.find(CONFIG_MAP, "demo-a1-run")
@@ -134,6 +153,41 @@ async def test_the_documents_are_what_the_trainer_reads() -> None:
             limits = pod["spec"]["containers"][0]["resources"]["limits"]
             assert int(limits["nvidia.com/gpu"]) == document.replica(replica).stages[stage].gpus_per_node
     assert len(digests) == 1, "all members hold one run document"
+
+
+async def test_the_pods_of_all_stages_have_keys_routes_and_names_of_their_own() -> None:
+    scene = await admitted_in_stages()
+    where = {pod["metadata"]["name"]: scene.cluster_of(pod).name for pod in scene.pods()}
+    assert where == {
+        "demo-a1-r0-i1-s0-n0": "east",
+        "demo-a1-r0-i1-s1-n0": "east",
+        "demo-a1-r1-i1-s0-n0": "east",
+        "demo-a1-r1-i1-s1-n0": "west",
+    }
+    for name, cluster in scene.world.clusters.items():
+        own = [pod for pod in scene.pods() if where[pod["metadata"]["name"]] == name]
+        keys, gateway = cluster.find(SECRET, "demo-a1-keys"), cluster.find(CONFIG_MAP, "demo-a1-gateway")
+        assert keys is not None
+        assert gateway is not None
+        assert set(keys["data"]) - {"ca.crt"} == set().union(*map(keys_of, own))
+        assert sum(len(keys_of(pod)) for pod in own) == len(keys["data"]) - 1, "no pod has another one's key"
+        hosts = re.findall(r"server pod ([^.]+)\.", gateway["data"]["haproxy.cfg"])
+        assert sorted(hosts) == sorted(pod["metadata"]["name"] for pod in own for _ in range(2)), "two ranks each"
+
+
+async def test_only_the_first_stage_of_a_replica_speaks_for_it() -> None:
+    scene = await admitted_in_stages()
+    speaking = {
+        pod["metadata"]["name"]
+        for pod in scene.pods()
+        if any(volume["name"] == "crosscloud-report" for volume in pod["spec"]["volumes"])
+    }
+    assert speaking == {"demo-a1-r0-i1-s0-n0", "demo-a1-r1-i1-s0-n0"}
+    kinds = {
+        name: sorted(obj["metadata"]["name"] for obj in cluster.objects.values() if obj["kind"] == "Role")
+        for name, cluster in scene.world.clusters.items()
+    }
+    assert kinds == {"east": ["demo-r0-report", "demo-r1-report", "demo-view"], "west": []}
 
 
 async def test_what_the_user_put_into_the_pod_template_is_kept() -> None:

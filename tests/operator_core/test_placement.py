@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations, product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosscloud_operator.domain.inventory import Node, Snapshot
-from crosscloud_operator.domain.placement import Placement, Request, StageNeed, place
+from crosscloud_operator.domain.placement import Placement, Request, place
+from crosscloud_operator.domain.search import ReplicaNeed, boundaries
 
 NAMESPACES = {"ml": {"team": "ml"}}
 EVERY = {"matchLabels": {}}
@@ -22,12 +24,12 @@ def member(name: str, *nodes: Node, allowed: object = EVERY, **more: object) -> 
     return Snapshot(name, nodes, NAMESPACES, allowed, **more)  # type: ignore[arg-type]
 
 
-def request(*needs: StageNeed, **more: object) -> Request:
+def request(*needs: ReplicaNeed, **more: object) -> Request:
     return Request("ml", needs, **more)  # type: ignore[arg-type]
 
 
-def need(replica: int, gpus: int, *members: str) -> StageNeed:
-    return StageNeed(replica, gpus, members=members)
+def need(replica: int, gpus: int, *members: str, stages: int = 1) -> ReplicaNeed:
+    return ReplicaNeed(replica, gpus, stages, members=members)
 
 
 def where(placement: Placement) -> list[tuple[str, dict[str, int]]]:
@@ -38,52 +40,75 @@ def reasons(placement: Placement) -> dict[str, str]:
     return {item.member: item.reason for item in placement.refused}
 
 
-def fits(needs: list[StageNeed], free: dict[str, dict[str, int]]) -> bool:
-    """Every way to place everything, tried one after the other."""
-    if not needs:
-        return True
-    first, *rest = needs
-    for name, nodes in free.items():
-        if first.members and name not in first.members:
-            continue
-        for count in range(1, first.gpus + 1):
-            if first.gpus % count:
-                continue
-            each = first.gpus // count
+Free = dict[str, dict[str, int]]
+
+
+def ways(gpus: int, nodes: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Every choice of nodes, all with as many GPUs, for a stage in one member; each with what it leaves free."""
+    for count in range(1, gpus + 1):
+        if gpus % count == 0:
+            each = gpus // count
             for chosen in combinations([node for node in nodes if nodes[node] >= each], count):
-                left = {other: dict(rooms) for other, rooms in free.items()}
-                for node_name in chosen:
-                    left[name][node_name] -= each
-                if fits(rest, left):
-                    return True
-    return False
+                yield {node: room - each * (node in chosen) for node, room in nodes.items()}
+
+
+def fewest_boundaries(needs: list[ReplicaNeed], free: Free) -> int | None:
+    """Of every way to place everything, tried one after the other; None where there is none."""
+    steps = [(each, stage) for each in needs for stage in range(each.stages)]
+    seen: dict[object, int | None] = {}
+
+    def best(index: int, before: str, free: Free) -> int | None:
+        if index == len(steps):
+            return 0
+        each, stage = steps[index]
+        key = (index, before if stage else "", tuple(tuple(sorted(nodes.values())) for nodes in free.values()))
+        if key not in seen:
+            found = [
+                rest + (stage > 0 and before != name)
+                for name, nodes in free.items()
+                if not each.members or name in each.members
+                for left in ways(each.gpus, nodes)
+                if (rest := best(index + 1, name, {**free, name: left})) is not None
+            ]
+            seen[key] = min(found, default=None)
+        return seen[key]
+
+    return best(0, "", free)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     rooms=st.dictionaries(st.sampled_from("abc"), st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=1),
-    sizes=st.lists(st.tuples(st.integers(1, 6), st.sampled_from([(), ("a",), ("b", "c")])), min_size=1, max_size=3),
+    shapes=st.lists(
+        st.tuples(st.integers(1, 6), st.integers(1, 4), st.sampled_from([(), ("a",), ("b", "c")])),
+        min_size=1,
+        max_size=3,
+    ),
 )
-def test_a_job_is_placed_exactly_when_some_way_exists(
-    rooms: dict[str, list[int]], sizes: list[tuple[int, tuple[str, ...]]]
+def test_a_job_is_placed_exactly_when_some_way_exists_over_as_few_boundaries_as_there_must_be(
+    rooms: dict[str, list[int]], shapes: list[tuple[int, int, tuple[str, ...]]]
 ) -> None:
-    needs = [need(index, gpus, *members) for index, (gpus, members) in enumerate(sizes)]
+    needs = [need(index, gpus, *members, stages=stages) for index, (gpus, stages, members) in enumerate(shapes)]
     members = [
         member(name, *(node(f"{name}{number}", free) for number, free in enumerate(frees)))
         for name, frees in rooms.items()
     ]
     found = place(request(*needs), members, {})
     free = {each.name: {item.name: item.free for item in each.nodes} for each in members}
-    assert bool(found.stages) == fits(needs, free)
+    fewest = fewest_boundaries(needs, free)
+    assert bool(found.stages) == (fewest is not None)
     if not found.stages:
         assert {item.member for item in found.refused} == set(rooms), "every member has a reason"
         return
-    assert [stage.replica for stage in found.stages] == list(range(len(needs)))
-    for wanted, stage in zip(needs, found.stages, strict=True):
-        assert sum(item.gpus for item in stage.nodes) == wanted.gpus
+    assert boundaries(found.stages) == fewest
+    wanted = [(each.replica, stage) for each in needs for stage in range(each.stages)]
+    assert [(stage.replica, stage.stage) for stage in found.stages] == wanted
+    for stage in found.stages:
+        asked = needs[stage.replica]
+        assert sum(item.gpus for item in stage.nodes) == asked.gpus
         assert len({item.gpus for item in stage.nodes}) == 1, "every node of a stage runs as many ranks"
         assert len({item.name for item in stage.nodes}) == len(stage.nodes)
-        assert not wanted.members or stage.member in wanted.members
+        assert not asked.members or stage.member in asked.members
         for item in stage.nodes:
             free[stage.member][item.name] -= item.gpus
     assert all(left >= 0 for nodes in free.values() for left in nodes.values()), "no node is given away twice"
@@ -94,9 +119,11 @@ def test_a_job_is_placed_exactly_when_some_way_exists(
 def test_the_plan_does_not_depend_on_the_order_of_what_is_listed(names: list[str], order: list[int]) -> None:
     nodes = [node("n0", 2), node("n1", 4), node("n2", 2)]
     members = [member(name, *(nodes[number] for number in order)) for name in names]
-    found = place(request(need(0, 4), need(1, 4), need(2, 2)), members, {})
-    straight = place(request(need(0, 4), need(1, 4), need(2, 2)), [member(n, *nodes) for n in "abc"], {})
-    assert found == straight
+    for stages in (1, 3):
+        asked = request(need(0, 4), need(1, 4), need(2, 2, stages=stages))
+        found = place(asked, members, {})
+        assert found.stages
+        assert found == place(asked, [member(n, *nodes) for n in "abc"], {})
 
 
 def test_a_stage_takes_one_node_where_it_can_and_two_where_it_must() -> None:
@@ -127,6 +154,52 @@ def test_equal_replicas_spread_over_members_with_equal_room() -> None:
     members = [member("a", node("n1", 8)), member("b", node("m1", 8))]
     found = place(request(need(0, 4), need(1, 4)), members, {})
     assert [name for name, _ in where(found)] == ["a", "b"]
+
+
+def test_the_stages_of_a_replica_stay_together_where_a_member_has_room_for_all_of_them() -> None:
+    members = [member("a", node("n1", 5)), member("b", node("m1", 2), node("m2", 2), node("m3", 2))]
+    found = place(request(need(0, 2, stages=3)), members, {})
+    assert where(found) == [("b", {"m1": 2}), ("b", {"m2": 2}), ("b", {"m3": 2})]
+    # Where the larger one of two replicas goes decides whether the smaller ones must be split.
+    found = place(
+        request(need(0, 1, stages=4), need(1, 1, stages=3), need(2, 1, stages=2)),
+        [member("a", node("n1", 5)), member("b", node("m1", 4))],
+        {},
+    )
+    assert [name for name, _ in where(found)] == ["b"] * 4 + ["a"] * 5
+
+
+def test_a_replica_that_no_member_can_hold_is_split_between_neighbouring_stages() -> None:
+    members = [member("a", node("n1", 3)), member("b", node("m1", 1), node("m2", 2)), member("c", node("k1", 1))]
+    found = place(request(need(0, 1, stages=6)), members, {})
+    assert [name for name, _ in where(found)] == ["a"] * 3 + ["b"] * 3
+    assert place(request(need(0, 1, stages=8)), members, {}).stages == ()
+
+
+def test_a_pinned_replica_keeps_all_of_its_stages_in_its_members() -> None:
+    members = [member("a", node("n1", 8)), member("b", node("m1", 2)), member("c", node("k1", 2))]
+    found = place(request(need(0, 2, "b", "c", stages=2), need(1, 4, stages=2)), members, {})
+    assert [name for name, _ in where(found)] == ["b", "c", "a", "a"]
+    refused = place(request(need(0, 2, "b", stages=2)), members, {})
+    assert reasons(refused) == {
+        "a": "no replica may run there, by replicaOverrides",
+        "b": "room for 1 of the 2 stages of replica 0, not for all of the job; free GPUs: m1 2",
+        "c": "no replica may run there, by replicaOverrides",
+    }
+
+
+def test_a_member_that_others_can_not_reach_takes_a_job_only_as_a_whole() -> None:
+    hidden, open_ = member("a", node("n1", 4), reachable=False), member("b", node("m1", 2), node("m2", 1))
+    alone = place(request(need(0, 1, stages=4)), [hidden, open_], {})
+    assert [name for name, _ in where(alone)] == ["a"] * 4
+    assert where(place(request(need(0, 1, stages=2)), [hidden, open_], {})) == [("b", {"m2": 1}), ("b", {"m1": 1})]
+    split = place(request(need(0, 1, stages=5)), [hidden, open_], {})
+    assert split.stages == ()
+    assert reasons(split) == {
+        "a": "no ready node has an address, so that pods in other members can't reach it (spec.gateway.address of "
+        "MemberCluster a can name one), and the job needs more than this member; free GPUs: n1 4",
+        "b": "room for 3 of the 5 stages of replica 0, not for all of the job; free GPUs: m1 2, m2 1",
+    }
 
 
 def test_gpus_promised_to_other_jobs_are_not_given_away_again() -> None:
@@ -199,6 +272,9 @@ def test_a_large_job_is_planned_without_trying_everything() -> None:
     assert all(len(stage.nodes) == 16 for stage in found.stages)
     one_too_many = [*needs, need(64, 128)]
     assert place(request(*one_too_many), members, {}).stages == ()
+    deep = place(request(*(need(index, 2, stages=64) for index in range(64))), members, {})
+    assert len(deep.stages) == 64 * 64
+    assert boundaries(deep.stages) == 0
 
 
 def test_allowed_namespaces_are_chosen_by_labels_or_by_name() -> None:

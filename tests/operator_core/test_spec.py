@@ -91,6 +91,9 @@ def test_no_pod_template_makes_the_operator_stumble(spec: dict[str, Any], metada
 
 
 def test_a_plain_job_asks_for_each_replica_in_its_own_size() -> None:
-    overrides = [{"name": "clinic", "index": 1, "members": ["west"], "gpusPerStage": 2, "zeroStage": 2}]
+    overrides = [{"name": "clinic", "index": 1, "members": ["west"], "stages": 3, "gpusPerStage": 2, "zeroStage": 2}]
     asked = request(read(replicaOverrides=overrides), SETTINGS)
-    assert [(need.gpus, need.zero_stage, need.members) for need in asked.stages] == [(4, 1, ()), (2, 2, ("west",))]
+    assert [(need.gpus, need.stages, need.zero_stage, need.members) for need in asked.replicas] == [
+        (4, 1, 1, ()),
+        (2, 3, 2, ("west",)),
+    ]

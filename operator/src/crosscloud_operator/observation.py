@@ -271,7 +271,8 @@ def _snapshot(world: World, member: Obj, settings: JobSettings, doubled: Mapping
     nodes, pods, namespaces = (cache.objects() for cache in complete)
     allowed = (member.get("spec") or {}).get("allowedNamespaces")
     gpu = settings.gpu_resource, settings.gpu_product_label
-    return inventory.snapshot(name, nodes, pods, namespaces, allowed, *gpu)
+    reachable = inventory.gateway_host(member, nodes) is not None
+    return inventory.snapshot(name, nodes, pods, namespaces, allowed, *gpu, reachable=reachable)
 
 
 def _own_pods(world: World, member: str, job: JobId) -> dict[str, Obj]:

@@ -126,20 +126,23 @@ def _show_replicas(found: Mapping[str, Any], out: Console) -> None:
         return
     told = {item["index"]: item for item in found.get("replicaStatuses") or ()}
     progress = table("REPLICA", "MEMBER", "ACTIVITY", "STEP", "ROUND", "LOSS", "DIGEST", "WAITS FOR")
-    places = table("REPLICA", "POOL", "NODES (GPUS)")
-    for stage in plan:
-        own = told.get(stage["replica"], {})
+    places = table("REPLICA", "STAGE", "MEMBER", "POOL", "NODES (GPUS)")
+    for replica in sorted({stage["replica"] for stage in plan}):
+        members = list(dict.fromkeys(stage["member"] for stage in plan if stage["replica"] == replica))
+        own = told.get(replica, {})
         waits = ", ".join(str(number) for number in own.get("waitingFor") or ())
         progress.add_row(
-            str(stage["replica"]),
-            stage["member"],
+            str(replica),
+            ", ".join(members),
             own.get("activity", "-"),
             *(str(own.get(key, "-")) for key in ("step", "round", "loss")),
             (own.get("digest") or "-")[:DIGEST_LETTERS],
             f"{waits}, for {_since(own['waitingSince'])}" if waits and own.get("waitingSince") else waits or "-",
         )
+    for stage in plan:
         nodes = ", ".join(f"{node['name']} ({node['gpus']})" for node in stage.get("nodes") or ())
-        places.add_row(str(stage["replica"]), stage.get("pool", "-"), nodes)
+        which = (str(stage["replica"]), str(stage["stage"]), stage["member"])
+        places.add_row(*which, stage.get("pool", "-"), nodes)
     out.print(progress)
     out.print(places)
     for index, own in sorted(told.items()):

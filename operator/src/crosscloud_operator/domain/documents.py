@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,11 +51,12 @@ def identity(job_uid: str, pod: PodId) -> PodIdentity:
 
 
 def choose_home(plan: Sequence[PlacedStage], hub_member: str | None) -> str:
-    """The member with most replicas; then the one with the lowest of them; the hub's own cluster last."""
-    lowest: dict[str, int] = {}
-    for stage in plan:
-        lowest[stage.member] = min(stage.replica, lowest.get(stage.member, stage.replica))
-    number = {name: len({stage.replica for stage in plan if stage.member == name}) for name in lowest}
+    """The member with most replicas, each counted where its first stage is, since that writes into the register; then
+    the one with the lowest of them; the hub's own cluster last.
+    """
+    first = {stage.replica: stage.member for stage in plan if stage.stage == 0}
+    number = Counter(first.values())
+    lowest = {name: min(replica for replica, member in first.items() if member == name) for name in number}
     return min(lowest, key=lambda name: (name == hub_member, -number[name], lowest[name]))
 
 
@@ -81,6 +83,7 @@ def run_document(
         home=contract.Home(home.number, home.member),
         replicas=tuple(replicas),
         sync=job.spec.sync,
+        activations=job.spec.activations,
         training=job.spec.training,
         script=job.spec.script,
         storage_uri=job.spec.storage.uri,

@@ -84,10 +84,7 @@ def _attempt_notes(old: JobStatus, new: JobStatus) -> list[Note]:
     found = []
     key = f"attempt/{attempt.number}"
     if before is None:
-        where = ", ".join(
-            f"replica {stage.replica} on {stage.member} ({', '.join(node.name for node in stage.nodes)})"
-            for stage in new.plan
-        )
+        where = record.places(new.plan, nodes=True)
         found.append(Note("Normal", "Planned", f"attempt {attempt.number}: {where}", f"{key}/planned"))
     if attempt.admitted_at and not (before and before.admitted_at):
         found.append(

@@ -58,7 +58,8 @@ class Pool:
 class Snapshot:
     """One member at one moment. `unknown` says why nothing may be planned there; None where its lists are complete.
 
-    `namespaces` are the labels of its namespaces by name; those that are being deleted are left out.
+    `namespaces` are the labels of its namespaces by name; those that are being deleted are left out. `reachable`:
+    whether its gateway can have an address, so that pods of other members can connect to its pods.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Snapshot:
     namespaces: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     allowed_namespaces: Obj | None = None
     unknown: str | None = None
+    reachable: bool = True
 
     @property
     def free(self) -> int:
@@ -80,6 +82,8 @@ def snapshot(
     allowed_namespaces: Obj | None,
     resource: str = GPU_RESOURCE,
     product: str = GPU_PRODUCT,
+    *,
+    reachable: bool = True,
 ) -> Snapshot:
     """A member whose lists are complete. `resource` is what nodes call a GPU, `product` the label with its kind."""
     return Snapshot(
@@ -91,6 +95,7 @@ def snapshot(
             if not item["metadata"].get("deletionTimestamp")
         },
         allowed_namespaces=allowed_namespaces,
+        reachable=reachable,
     )
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -93,6 +94,25 @@ class PlacedStage:
     pool: str
     zero_stage: int
     nodes: tuple[PlacedNode, ...]
+
+
+def places(plan: Sequence[PlacedStage], *, nodes: bool = False) -> str:
+    """Where the replicas are, for a person: `replica 0 on east, replica 1 on east (stages 0-1) and west (stage 2)`."""
+    found = []
+    for replica in sorted({stage.replica for stage in plan}):
+        stages = sorted((stage for stage in plan if stage.replica == replica), key=lambda stage: stage.stage)
+        runs = [list(run) for _, run in itertools.groupby(stages, key=lambda stage: stage.member)]
+        parts = []
+        for run in runs:
+            first, last = run[0].stage, run[-1].stage
+            which = f"stage {first}" if first == last else f"stages {first}-{last}"
+            words = [which] if len(runs) > 1 else []
+            if nodes:
+                names = dict.fromkeys(node.name for stage in run for node in stage.nodes)
+                words.append(", ".join(names))
+            parts.append(run[0].member + (f" ({': '.join(words)})" if words else ""))
+        found.append(f"replica {replica} on {' and '.join(parts)}")
+    return ", ".join(found)
 
 
 @dataclass(frozen=True)

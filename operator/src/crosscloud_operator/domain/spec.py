@@ -8,7 +8,8 @@ from typing import Any
 
 from crosscloud_operator.domain.errors import InvalidJob
 from crosscloud_operator.domain.names import TRAINER, JobId
-from crosscloud_operator.domain.placement import Request, StageNeed
+from crosscloud_operator.domain.placement import Request
+from crosscloud_operator.domain.search import ReplicaNeed
 from crosscloud_operator.domain.settings import JobSettings
 from crosscloud_trainer.contract import InvalidDocument, JobSpec, Problem, read
 
@@ -82,16 +83,17 @@ def request(job: Job, settings: JobSettings) -> Request:
     for replica in range(job.spec.replicas):
         override = job.spec.override(replica)
         needs.append(
-            StageNeed(
+            ReplicaNeed(
                 replica=replica,
                 gpus=job.spec.gpus_of(replica),
+                stages=job.spec.stages_of(replica),
                 zero_stage=job.spec.zero_stage_of(replica),
                 members=override.members if override else (),
             )
         )
     return Request(
         namespace=job.id.namespace,
-        stages=tuple(needs),
+        replicas=tuple(needs),
         gpu=job.spec.placement.gpu,
         pod_spec=job.pod_spec,
         tolerations=tolerations(job.pod_spec, settings),

@@ -68,9 +68,9 @@ def plan(facts: Facts) -> Decision:
         replica_statuses=(),
         progress=None,
     )
-    where = ", ".join(f"replica {stage.replica} on {stage.member}" for stage in placement.stages)
+    placed = (True, "Planned", record.places(placement.stages))
     message = f"attempt {attempt.number}: pods are being made"
-    return Decision(tell(facts, status, "Admitting", message, placed=(True, "Planned", where)), again=True)
+    return Decision(tell(facts, status, "Admitting", message, placed=placed), again=True)
 
 
 def _no_room(facts: Facts, placement: Placement) -> Decision:
