@@ -107,6 +107,22 @@ def test_in_a_narrow_terminal_nothing_is_cut(width: int) -> None:
     assert lines[replicas + 2].split()[:2] == ["1", "west"]
 
 
+def test_a_replica_is_told_once_with_all_its_members_and_each_of_its_stages_where_it_is() -> None:
+    status = busy()
+    for stage in status["plan"]:
+        stage["nodes"] = [{"name": "n1", "gpus": 4}]
+    status["plan"].insert(1, status["plan"][0] | {"stage": 1, "member": "west"})
+    out = printed({"metadata": {"namespace": "ml", "name": "a"}, "status": status}, 100)
+    lines = [line.split() for line in out.splitlines()]
+    places = lines.index(["REPLICA", "STAGE", "MEMBER", "POOL", "NODES", "(GPUS)"])
+    assert [line[:3] for line in lines[places - 2 : places]] == [["0", "east,", "west"], ["1", "west", "Training"]]
+    assert lines[places + 1 : places + 4] == [
+        ["0", "0", "east", POOL, "n1", "(4)"],
+        ["0", "1", "west", POOL, "n1", "(4)"],
+        ["1", "0", "west", POOL, "n1", "(4)"],
+    ]
+
+
 def test_lists_of_jobs_fit_into_a_terminal() -> None:
     jobs = [
         {"metadata": {"namespace": "research", "name": f"tiny-llama-{n}", "creationTimestamp": rfc3339(time.time())},

@@ -126,7 +126,8 @@ def _show_replicas(found: Mapping[str, Any], out: Console) -> None:
         return
     told = {item["index"]: item for item in found.get("replicaStatuses") or ()}
     progress = table("REPLICA", "MEMBER", "ACTIVITY", "STEP", "ROUND", "LOSS", "DIGEST", "WAITS FOR")
-    places = table("REPLICA", "STAGE", "MEMBER", "POOL", "NODES (GPUS)")
+    cut = any(stage["stage"] for stage in plan)
+    places = table("REPLICA", *(("STAGE", "MEMBER") if cut else ()), "POOL", "NODES (GPUS)")
     for replica in sorted({stage["replica"] for stage in plan}):
         members = list(dict.fromkeys(stage["member"] for stage in plan if stage["replica"] == replica))
         own = told.get(replica, {})
@@ -141,8 +142,8 @@ def _show_replicas(found: Mapping[str, Any], out: Console) -> None:
         )
     for stage in plan:
         nodes = ", ".join(f"{node['name']} ({node['gpus']})" for node in stage.get("nodes") or ())
-        which = (str(stage["replica"]), str(stage["stage"]), stage["member"])
-        places.add_row(*which, stage.get("pool", "-"), nodes)
+        which = (str(stage["stage"]), stage["member"]) if cut else ()
+        places.add_row(str(stage["replica"]), *which, stage.get("pool", "-"), nodes)
     out.print(progress)
     out.print(places)
     for index, own in sorted(told.items()):
