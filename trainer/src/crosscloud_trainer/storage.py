@@ -109,11 +109,13 @@ class Storage:
             raise self._failure(ExitCode.STORAGE_REFUSED, path, f"permission denied: {_words(fault)}") from fault
         except Exception as fault:  # every file system has its own tree of errors
             if refused(fault):
-                raise self._failure(ExitCode.STORAGE_REFUSED, path, _words(fault)) from fault
+                full = isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT)
+                raise self._failure(ExitCode.STORAGE_REFUSED, path, _words(fault), full=full) from fault
             raise self._failure(ExitCode.STORAGE_UNREACHABLE, path, f"no answer: {_words(fault)}") from fault
 
-    def _failure(self, code: ExitCode, path: str, what: str) -> Failure:
-        problem = Problem(self._field, self.uri, f"{path} can't be written or read; {what}; {_advice(self._fs, code)}")
+    def _failure(self, code: ExitCode, path: str, what: str, *, full: bool = False) -> Failure:
+        advice = "make room there" if full else _advice(self._fs, code)
+        problem = Problem(self._field, self.uri, f"{path} can't be written or read; {what}; {advice}")
         return Failure(code, str(problem))
 
 
