@@ -179,7 +179,7 @@ class _Run:
         sizes = [parameter.elements for parameter in trained.index.parameters]
         self._journal = Journal(steps, wan_bytes("None", sizes, len(run.replicas)))
         deadline = time.monotonic() + place.pod.start_deadline
-        self._meeting = meet_replicas(place, trained, f"script {_digest_of(sys.argv[0])}", deadline)
+        self._meeting = meet_replicas(place, trained, {"script": _digest_of(sys.argv[0])}, deadline)
         self._algorithm = build_algorithm(place, trained, self._meeting, self._device)
         if isinstance(self._algorithm, AllReduce) and not self._algorithm.alone:
             trained.clip_after_exchange()

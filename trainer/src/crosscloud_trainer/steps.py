@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from crosscloud_trainer import engine
 from crosscloud_trainer.allreduce import AllReduce
 from crosscloud_trainer.compress import codec_of
 from crosscloud_trainer.contract import Algorithm, ExitCode
+from crosscloud_trainer.contract.report import perplexity
 from crosscloud_trainer.diloco import DiLoCo
 from crosscloud_trainer.exchange import RoundReport
 from crosscloud_trainer.failures import Failure
@@ -61,7 +63,7 @@ class Steps:
             last = number == self.steps
             ended = self._exchange(learned, last=last or (alone and self._leaves))
             if number % self.place.attempt.run.training.evaluate_every == 0 or number == self.steps:
-                self._evaluate()
+                self._evaluate(number)
             self._say(number)
             if ended and not last:
                 self._save(number)
@@ -83,7 +85,7 @@ class Steps:
         losses = []
         report = None
         for batch in self.task.micro_batches(number - 1, self.device):
-            loss = self.trained(**batch).loss
+            loss = self.trained(**batch.inputs).loss * batch.weight
             losses.append(loss.detach())
             self.trained.backward(loss)
             report = self.trained.step()
@@ -123,10 +125,13 @@ class Steps:
             refused = ", own update refused" if done.refused else ""
             log.info("round %d %s: digest %016x, %.2f s%s", done.round, word, done.digest, seconds, refused)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, number: int) -> None:
         """Validation loss over all ranks of the replica."""
         total, count = self.task.evaluate(self.trained.module, self.device)
-        self.journal.validation(group_mean(total, count, self.device))
+        loss = group_mean(total, count, self.device)
+        self.journal.validation(number, loss)
+        if self.place.first and math.isfinite(loss):
+            log.info("validation after step %d: loss %.4f, perplexity %.4g", number, loss, perplexity(loss))
 
     def _say(self, number: int) -> None:
         if self.place.first and (time.monotonic() - self._shown > LOG_SECONDS or number == self.steps):

@@ -35,7 +35,7 @@ class Storage:
         """Raises Failure(INVALID_INPUT) when no file system serves the address. `field` is where it was given."""
         self.uri = uri.rstrip("/")
         self._field = field
-        self._fs, self._root = _file_system(self.uri, field)
+        self._fs, self._root = file_system(self.uri, field)
 
     def address(self, path: str) -> str:
         """The whole address of `path`."""
@@ -137,7 +137,8 @@ def refused(fault: BaseException) -> bool:
     return False
 
 
-def _file_system(uri: str, field: str) -> tuple[Any, str]:
+def file_system(uri: str, field: str) -> tuple[Any, str]:
+    """The file system of an address in this field, and the path in it. Raises Failure(INVALID_INPUT)."""
     try:
         fs, root = url_to_fs(uri, **_options(uri))
     except (ValueError, ImportError) as fault:

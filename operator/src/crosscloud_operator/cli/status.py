@@ -111,6 +111,7 @@ def _show_progress(progress: Mapping[str, Any], out: Console) -> None:
     for key, text in (
         ("loss", "loss {}"),
         ("validationLoss", "validation loss {}"),
+        ("validationPerplexity", "perplexity {}"),
         ("tokensPerSecond", "{} tokens/s"),
     ):
         if progress.get(key) is not None:

@@ -19,6 +19,7 @@ from crosscloud_trainer.contract import (
     Home,
     InvalidDocument,
     JobRef,
+    JobSpec,
     Peer,
     PeerTable,
     ReplicaPlan,
@@ -194,7 +195,9 @@ class LocalJob:
                 index=replica,
                 incarnation=1,
                 zero_stage=spec.zero_stage_of(replica),
-                stages=(StagePlan(index=0, member=_member(replica), nodes=1, gpus_per_node=spec.gpus_of(replica)),),
+                stages=(
+                    StagePlan(index=0, member=_member(spec, replica), nodes=1, gpus_per_node=spec.gpus_of(replica)),
+                ),
             )
             for replica in range(spec.replicas)
         )
@@ -202,7 +205,7 @@ class LocalJob:
             api_version=RUN_VERSION,
             job=JobRef(namespace=manifest.namespace, name=manifest.name, uid=self.uid),
             attempt=number,
-            home=Home(number=1, member=_member(0)),
+            home=Home(number=1, member=_member(spec, 0)),
             replicas=plans,
             sync=spec.sync,
             training=spec.training,
@@ -226,7 +229,7 @@ class LocalJob:
                 stage=0,
                 node=0,
                 incarnation=1,
-                member=_member(replica),
+                member=_member(self.manifest.spec, replica),
                 server_name=self._identity(number, replica).server_name,
                 direct=LOOPBACK,
                 link_port=dialled.get(replica, ports[replica][0]),
@@ -267,5 +270,13 @@ def _hold(port: int, stack: ExitStack) -> bool:
     return True
 
 
-def _member(replica: int) -> str:
-    return f"local-{replica}"
+def _member(spec: JobSpec, replica: int) -> str:
+    """One of its own for each replica; where data is only for some members, those are played in turn, unless the
+    replica's override names one.
+    """
+    sources = spec.training.data.all_sources if spec.training is not None else ()
+    named = sorted({member for source in sources for member in source.members or ()})
+    if not named:
+        return f"local-{replica}"
+    override = spec.override(replica)
+    return override.members[0] if override and override.members else named[replica % len(named)]
