@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,8 +70,18 @@ def start_local(path: Path, out: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]], str]:
-    """Exit code, events, stderr."""
-    out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    """Exit code, events, stderr. Of lines that were read before, `communicate` would lose what lies in buffers."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    timer = threading.Timer(DEADLINE_SECONDS, process.kill)
+    timer.start()
+    try:
+        out, err = process.stdout.read(), process.stderr.read()
+        process.wait()
+    finally:
+        timer.cancel()
+        for pipe in (process.stdout, process.stderr):
+            pipe.close()
     return process.returncode, [json.loads(line) for line in out.splitlines()], err
 
 

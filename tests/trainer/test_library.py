@@ -72,7 +72,8 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int,
         folder = root / name
         args = ["--steps", str(STEPS), "--losses", str(folder / "losses")]
         path = job(folder, {"file": str(SCRIPT), "args": args}, **spec)
-        started[name] = (folder, start_local(path, folder / "out"))
+        options = ["--link", "100mbit", "--tensorboard"] if name == "two replicas" else []
+        started[name] = (folder, start_local(path, folder / "out", *options))
     folder = root / "alone"
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(RUNNER)]
@@ -108,6 +109,14 @@ def test_two_replicas_of_unlike_size_end_with_equal_weights(ends: Any) -> None:
     assert end["wan_bytes"] < end["dense_bytes"] / 8
     taken = [losses(folder, rank) for rank in range(3)]
     assert len({tuple(seen) for seen in taken}) == 3, "each rank of the job trains on data of its own"
+
+
+def test_a_run_over_a_shaped_link_leaves_its_page_and_tensorboards_files(ends: Any) -> None:
+    folder, _, events = ends["two replicas"]
+    page = Path(events[-1]["report"])
+    assert page.parent == folder / "out"
+    assert page.read_text().count("<svg") == 4
+    assert len(list((folder / "out" / "tensorboard" / "attempt-1").glob("replica-*/events.*"))) == 2
 
 
 def test_under_all_reduce_two_replicas_of_one_rank_take_the_steps_of_one_replica_of_two(ends: Any) -> None:
