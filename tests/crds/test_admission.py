@@ -118,6 +118,7 @@ BAD_SPECS: list[tuple[str, Mapping[str, Any], str]] = [
     ("neither preset nor config", {MODEL: {}}, MODEL),
     ("preset and config", {MODEL: {"preset": "tiny-llama", "config": {"model_type": "llama"}}}, MODEL),
     ("a preset that doesn't exist", {MODEL: {"preset": "llama-400b"}}, f"{MODEL}.preset"),
+    ("weights at a relative path", {f"{MODEL}.initFrom": "base"}, f"{MODEL}.initFrom"),
     ("a config without architecture", {MODEL: {"config": {}}}, f"{MODEL}.config.model_type"),
     ("a config with a number as architecture", {MODEL: {"config": {"model_type": 5}}}, f"{MODEL}.config.model_type"),
     ("no data", {DATA: []}, DATA),

@@ -64,7 +64,8 @@ def scalars_of(kind: type, limits: Rule) -> st.SearchStrategy[Any]:
 
 def object_of(cls: type) -> st.SearchStrategy[dict[str, Any]]:
     if cls is Model:
-        return st.sampled_from([{"preset": "tiny-llama"}, {"config": {"model_type": "llama", "id2label": {"0": None}}}])
+        made = [{"preset": "tiny-llama"}, {"config": {"model_type": "llama", "id2label": {"0": None}}}]
+        return st.sampled_from([*made, *({**model, "initFrom": "s3://models/base"} for model in made)])
     needed, optional = {}, {}
     for name, kind, limits, field in fields_of(cls):
         if cls is Data and name in (*EITHER, "tokenizer", "tokenizer_file"):

@@ -37,6 +37,7 @@ OTHER: dict[str, Any] = {
     "activations.codec": "Int8",
     "training.model": {"preset": "tiny-llama"},
     "training.model.config.hidden_size": 512,
+    "training.model.initFrom": "s3://models/other",
     "training.data.sources": [{"name": "web", "paths": ["/data/*.txt"]}],
     "training.data.sources[0].name": "books",
     "training.data.sources[0].paths": ["/data/other/*.txt"],

@@ -156,7 +156,16 @@ def end_pod(cluster: MemoryCluster, pod: Obj, code: int, now: float, reason: str
     cluster.change(pod, phase=phase, containerStatuses=[trainer_container({"terminated": terminated})])
 
 
-def report(world: MemoryWorld, pod: Obj, activity: str, outcome: str | None = None, step: int = 5) -> None:
+def report(
+    world: MemoryWorld,
+    pod: Obj,
+    activity: str,
+    outcome: str | None = None,
+    step: int = 5,
+    *,
+    checkpoint: Obj | None = None,
+    home: int = 1,
+) -> None:
     """What rank 0 of a replica writes."""
     labels = pod["metadata"]["labels"]
     replica = int(labels["crosscloud.dev/replica"])
@@ -168,7 +177,7 @@ def report(world: MemoryWorld, pod: Obj, activity: str, outcome: str | None = No
     document: Obj = {
         "apiVersion": "report.crosscloud.dev/v1",
         "attempt": int(labels["crosscloud.dev/attempt"]),
-        "home": 1,
+        "home": home,
         "term": 1,
         "view": 1,
         "replica": replica,
@@ -178,6 +187,8 @@ def report(world: MemoryWorld, pod: Obj, activity: str, outcome: str | None = No
         "activity": activity,
         "progress": {"step": step, "totalSteps": 10, "round": 1, "tokens": 100 * step, "digest": "abc", "loss": 2.5},
     }
+    if checkpoint:
+        document["progress"]["checkpoint"] = checkpoint
     if outcome:
         document["completion"] = {
             "outcome": outcome,

@@ -62,9 +62,9 @@ def record(folder: Path, uid: str = "00000000-0000-4000-8000-000000000001") -> J
     return JobRecord.new(folder, uid)
 
 
-def start_local(path: Path, out: Path) -> subprocess.Popen[str]:
+def start_local(path: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     """`crosscloud-trainer local` with JSON events on its stdout."""
-    command = [*TRAINER, "local", str(path), "--json", "--out", str(out)]
+    command = [*TRAINER, "local", str(path), "--json", "--out", str(out), *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

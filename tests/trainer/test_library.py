@@ -39,6 +39,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "replicas": 2,
         "replica": {"gpusPerStage": 1, "zeroStage": 2},
         "sync": {"algorithm": "AllReduce", "codec": "None"},
+        "failurePolicy": {"attempts": 1},
     },
     "other ZeRO stage": {"replicas": 1, "replica": {"zeroStage": 1}},
 }

@@ -402,7 +402,8 @@ def _wrap_engine() -> None:
     def backward(self: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         watcher = watcher_of(self)
         if watcher is not None:
-            watcher.backward(loss)
+            unscaled = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
+            watcher.backward(loss if unscaled else loss * self.gradient_accumulation_steps())
         return plain_backward(self, loss, *args, **kwargs)
 
     kind.step, kind.backward = step, backward

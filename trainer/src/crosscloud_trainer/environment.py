@@ -32,6 +32,7 @@ T = TypeVar("T")
 # what the launcher adds for its ranks
 STATUS_FILE = "CROSSCLOUD_STATUS"  # local rank 0 keeps its status there
 DATA_FOLDER = "CROSSCLOUD_DATA"  # the tokens of this pod
+INITIAL_FOLDER = "initial"  # in that folder, the weights to begin with
 DEADLINE = "CROSSCLOUD_DEADLINE"  # of the start, on this host's monotonic clock
 ERROR_FILE = "CROSSCLOUD_ERROR_FILE"  # a rank that fails leaves its message there
 MEMORY = "CROSSCLOUD_MEMORY"  # what the ranks of this pod may take together, see `Memory`

@@ -197,7 +197,7 @@ def build_algorithm(place: Place, trained: engine.Engine, meeting: Meeting, devi
         replica,
         meeting.exchange,
         codec,
-        tokens=training.batch_size * training.sequence_length,
+        tokens=training.batch_size * training.sequence_length if run.script is None else place.ranks,
         error_feedback=sync.error_feedback,
     )
     if not algorithm.alone:

@@ -31,10 +31,11 @@ _TRANSIENT_STATUS = frozenset({408, 425, 429})  # of HTTP: refusals that pass by
 class Storage:
     """Files below one address. Paths are relative to it, with slashes."""
 
-    def __init__(self, uri: str) -> None:
-        """Raises Failure(INVALID_INPUT) when no file system serves the address."""
+    def __init__(self, uri: str, field: str = FIELD) -> None:
+        """Raises Failure(INVALID_INPUT) when no file system serves the address. `field` is where it was given."""
         self.uri = uri.rstrip("/")
-        self._fs, self._root = _file_system(self.uri)
+        self._field = field
+        self._fs, self._root = _file_system(self.uri, field)
 
     def address(self, path: str) -> str:
         """The whole address of `path`."""
@@ -57,6 +58,11 @@ class Storage:
         with self._explained(path):
             self._make_folder(path)
             self._fs.put_file(str(source), self._path(path))
+
+    def download(self, path: str, target: Path) -> None:
+        """Copy the file at `path` to a local one."""
+        with self._explained(path):
+            self._fs.get_file(self._path(path), str(target))
 
     def read(self, path: str) -> bytes | None:
         """The bytes at `path`, None where nothing is."""
@@ -107,7 +113,7 @@ class Storage:
             raise self._failure(ExitCode.STORAGE_UNREACHABLE, path, f"no answer: {_words(fault)}") from fault
 
     def _failure(self, code: ExitCode, path: str, what: str) -> Failure:
-        problem = Problem(FIELD, self.uri, f"{path} can't be written or read; {what}; {_advice(self._fs, code)}")
+        problem = Problem(self._field, self.uri, f"{path} can't be written or read; {what}; {_advice(self._fs, code)}")
         return Failure(code, str(problem))
 
 
@@ -129,13 +135,13 @@ def refused(fault: BaseException) -> bool:
     return False
 
 
-def _file_system(uri: str) -> tuple[Any, str]:
+def _file_system(uri: str, field: str) -> tuple[Any, str]:
     try:
         fs, root = url_to_fs(uri, **_options(uri))
     except (ValueError, ImportError) as fault:
         known = "a path, file:// or s3://"
         allowed = f"no file system serves this address ({_words(fault)}); {known} always work"
-        raise invalid([Problem(FIELD, uri, allowed)]) from fault
+        raise invalid([Problem(field, uri, allowed)]) from fault
     return fs, str(root).rstrip("/")
 
 

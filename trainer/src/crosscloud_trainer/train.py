@@ -27,7 +27,15 @@ from crosscloud_trainer.claim import release
 from crosscloud_trainer.contract import Activity, ExitCode, Precision, Schedule
 from crosscloud_trainer.data.corpus import open_corpus
 from crosscloud_trainer.data.split import Split
-from crosscloud_trainer.environment import DATA_FOLDER, DEADLINE, STATUS_FILE, Memory, die_with_parent, leave_message
+from crosscloud_trainer.environment import (
+    DATA_FOLDER,
+    DEADLINE,
+    INITIAL_FOLDER,
+    STATUS_FILE,
+    Memory,
+    die_with_parent,
+    leave_message,
+)
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.journal import Journal
 from crosscloud_trainer.layout import Index
@@ -41,6 +49,7 @@ from crosscloud_trainer.meeting import (
     meet_ranks,
     meet_replicas,
 )
+from crosscloud_trainer.models import initial
 from crosscloud_trainer.models.memory import check_memory
 from crosscloud_trainer.models.presets import build_model
 from crosscloud_trainer.models.stages import Stage, hidden_size
@@ -79,6 +88,8 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
     say(status, "building the model")
     check_memory(run, pod.replica, device, Memory.read(environ))
     model = build_model(training.model, training.sequence_length, training.seed)
+    if training.model.init_from is not None:
+        initial.load(model, training.model.init_from, Path(environ[DATA_FOLDER]) / INITIAL_FOLDER)
     torch.manual_seed(seed_of(training.seed, pod.replica, place.number))  # of dropout: no two ranks drop alike
     trained = build_engine(*stage_of(model, place), place, steps)
     sizes = [parameter.elements for parameter in trained.index.parameters]

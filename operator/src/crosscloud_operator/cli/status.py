@@ -87,6 +87,8 @@ def show(job: Obj, out: Console) -> None:
     if message:
         out.print(f"  {message}", markup=False)
     _show_progress(found.get("progress") or {}, out)
+    if checkpoints := found.get("checkpoints"):
+        out.print(f"  last checkpoint: after step {checkpoints[0].get('step')}")
     cause = attempt.get("cause") or {}
     if cause and cause.get("message", "") not in message:
         out.print(f"  last end: {cause.get('reason')}: {cause.get('message')}", markup=False)

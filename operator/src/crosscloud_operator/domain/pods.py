@@ -127,6 +127,8 @@ def _env(job: Job, planned: PlannedPod, home: str) -> list[Obj]:
         "CROSSCLOUD_TLS": f"{ROOT}/tls",
         "HOME": "/tmp",  # noqa: S108 (a path in the pod, an emptyDir of its own)
     }
+    if grace := job.pod_spec.get("terminationGracePeriodSeconds"):
+        found["CROSSCLOUD_GRACE"] = str(grace)
     if planned.reports:
         report = names.report(job.id.name, planned.id.replica)
         found["CROSSCLOUD_REPORT"] = f"configmap:{job.id.namespace}/{report}"

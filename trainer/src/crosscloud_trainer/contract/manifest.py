@@ -181,10 +181,15 @@ class Activations:
 
 @dataclass(frozen=True)
 class Model:
-    """A preset of ours, or a `transformers` configuration with its `model_type`; exactly one of the two."""
+    """A preset of ours, or a `transformers` configuration with its `model_type`; exactly one of the two.
+
+    `init_from` is where the weights come from at first, a `transformers` folder or another job's storage; None draws
+    them.
+    """
 
     preset: ModelPreset | None = rule(None)
     config: dict[str, Any] | None = rule(None)
+    init_from: str | None = rule(None, max_length=1024, pattern=r"^([a-z][a-z0-9+.-]*://|/).+")
 
     def check(self) -> Iterator[Fault]:
         if (self.preset is None) == (self.config is None):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from crosscloud_trainer.launcher.record import JobRecord
 from crosscloud_trainer.launcher.report_page import report_page
 from crosscloud_trainer.launcher.shaping import bytes_per_second
 from crosscloud_trainer.launcher.state import RunState, Summary
+from crosscloud_trainer.launcher.tensorboard import EventFiles, event_files
 from crosscloud_trainer.launcher.workspace import work_folder
 
 _POLL_SECONDS = 0.1
@@ -42,17 +43,29 @@ class _Interrupt:
 
 
 def run_local(
-    path: Path, *, as_json: bool, out: Path | None, keep: bool, link: str | None = None, resume: bool = False
+    path: Path,
+    *,
+    as_json: bool,
+    out: Path | None,
+    keep: bool,
+    link: str | None = None,
+    tensorboard: bool = False,
+    resume: bool = False,
 ) -> int:
     """Run the manifest at `path`; returns the exit code. Raises Failure for what can't start."""
     manifest = read_manifest(path)
     rate = bytes_per_second(link) if link is not None else None
     folder = out if out is not None else Path("crosscloud-runs") / manifest.name
     uri = _storage_uri(manifest.spec, folder, given=out is not None)
-    with _claimed(folder), _interrupts() as interrupt, work_folder(manifest.name, keep=keep) as work:
+    with (
+        _claimed(folder),
+        _interrupts() as interrupt,
+        work_folder(manifest.name, keep=keep) as work,
+        event_files(folder / "tensorboard" if tensorboard else None) as files,
+    ):
         record = JobRecord.open(folder, resume=resume)
         job = LocalJob(manifest, record, work, folder / "logs", uri, rate)
-        code = _run_attempts(job, chosen_display(as_json), interrupt, folder / "report.html")
+        code = _run_attempts(job, chosen_display(as_json), files, interrupt, folder / "report.html")
     if keep and not as_json:
         print(f"kept: {work}")  # noqa: T201
     return code
@@ -66,15 +79,20 @@ def _storage_uri(spec: JobSpec, folder: Path, *, given: bool) -> str:
     return str(folder.resolve())
 
 
-def _run_attempts(job: LocalJob, display: Display, interrupt: _Interrupt, page: Path) -> int:
+def _run_attempts(job: LocalJob, display: Display, files: EventFiles, interrupt: _Interrupt, page: Path) -> int:
     spec = job.manifest.spec
     state = RunState(job.manifest, job.logs, job.record.attempt)
     failed = never_ran = 0
+
+    def tell() -> None:
+        display.progress(state)
+        files.follow(state)
+
     with display:
         while True:
             state.next_attempt()
             display.attempt(state)
-            code, message = _run_attempt(job, state, display, interrupt)
+            code, message = _run_attempt(job, state, tell, interrupt)
             if code == ExitCode.SUCCEEDED:
                 summary = replace(Summary.of(state), report=str(page))
                 page.write_text(report_page(state, summary), encoding="utf-8")
@@ -91,7 +109,7 @@ def _run_attempts(job: LocalJob, display: Display, interrupt: _Interrupt, page: 
                 return code
 
 
-def _run_attempt(job: LocalJob, state: RunState, display: Display, interrupt: _Interrupt) -> tuple[int, str]:
+def _run_attempt(job: LocalJob, state: RunState, tell: Callable[[], None], interrupt: _Interrupt) -> tuple[int, str]:
     """Exit code and message of one attempt. No process of it is left."""
     with ExitStack() as held:
         pods = job.start(state.attempt, held)
@@ -102,7 +120,7 @@ def _run_attempt(job: LocalJob, state: RunState, display: Display, interrupt: _I
                 return ExitCode.TERMINATED, "interrupted"
             codes = {pod.place: pod.exit_code() for pod in pods}
             _see(job, state, pods)
-            display.progress(state)
+            tell()
             lost = [pod for pod in pods if codes[pod.place]]
             if lost:
                 first = lost[0]

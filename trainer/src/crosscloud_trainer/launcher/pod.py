@@ -22,6 +22,7 @@ from crosscloud_trainer.environment import (
     DATA_FOLDER,
     DEADLINE,
     ERROR_FILE,
+    INITIAL_FOLDER,
     MEMORY,
     STATUS_FILE,
     Attempt,
@@ -30,7 +31,7 @@ from crosscloud_trainer.environment import (
     read_attempt,
 )
 from crosscloud_trainer.failures import Failure, invalid
-from crosscloud_trainer.launcher import network, ranks
+from crosscloud_trainer.launcher import initial, network, ranks
 from crosscloud_trainer.launcher.memory import free_memory
 from crosscloud_trainer.launcher.script import SCRIPT_TIMEOUT, fetched
 from crosscloud_trainer.reporting import Changes, ConfigMapSink, FileSink, Identity, Reporter, Sink, Status, read_status
@@ -137,6 +138,10 @@ def _train(
         with stop.at_once():  # reading much text takes minutes
             found = write_corpus(run.training, len(run.replicas), folder)
         _say(f"data: {found}")
+        if run.training.model.init_from is not None:
+            starting("reading the weights to begin with")
+            with stop.at_once():
+                initial.fetch(run.training.model.init_from, folder / INITIAL_FOLDER)
     if stage.nodes > 1:
         starting("looking for the other nodes")
     address, interface = _meeting_point(attempt, environ, deadline, stop)

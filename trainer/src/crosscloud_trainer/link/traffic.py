@@ -8,14 +8,20 @@ from dataclasses import dataclass
 from crosscloud_trainer.link.frames import MessageType
 from crosscloud_trainer.link.handshake import RankId
 
-PAYLOAD, RESULT, OVERHEAD = KINDS = ("payload", "result", "overhead")
+PAYLOAD, RESULT, ACTIVATION, OVERHEAD = KINDS = ("payload", "result", "activation", "overhead")
+
+
+_KINDS = {
+    MessageType.PAYLOAD: PAYLOAD,
+    MessageType.RESULT: RESULT,
+    MessageType.ACTIVATION: ACTIVATION,
+    MessageType.GRADIENT: ACTIVATION,
+}
 
 
 def kind_of(message: MessageType | None) -> str:
     """What a frame's body counts as; frame headers, handshakes and heartbeats are overhead."""
-    if message is MessageType.PAYLOAD:
-        return PAYLOAD
-    return RESULT if message is MessageType.RESULT else OVERHEAD
+    return _KINDS.get(message, OVERHEAD) if message else OVERHEAD
 
 
 @dataclass(frozen=True)
