@@ -64,16 +64,18 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    begin = time.monotonic()
-    parts = [Part(name, [*arguments, *sys.argv[1:]], begin) for name, arguments in PARTS.items()]
+    parts: list[Part] = []
 
     def forward(number: int, _: object) -> None:
         say(f"\n{signal.Signals(number).name}: ending both, and their clusters\n")
         for part in parts:
             part.interrupt(signal.SIGINT)
 
+    # Before anything starts: a program whose parent handles a signal begins with the default, not with ignoring it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, forward)
+    begin = time.monotonic()
+    parts += (Part(name, [*arguments, *sys.argv[1:]], begin) for name, arguments in PARTS.items())
     codes = [part.wait() for part in parts]
     for part in parts:
         part.tell()

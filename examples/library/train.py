@@ -61,6 +61,7 @@ def main() -> None:
     text = torch.frombuffer(bytearray(code), dtype=torch.uint8).long()
     draw = torch.Generator().manual_seed(1000 + sync.rank)  # <-- every process of the job takes data of its own
     losses = []
+    sync.steps(args.steps)  # for the progress bar only
     for _ in range(args.steps * CONFIG["gradient_accumulation_steps"]):
         starts = torch.randint(len(text) - CONTEXT - 1, (CONFIG["train_micro_batch_size_per_gpu"],), generator=draw)
         batch = torch.stack([text[start : start + CONTEXT + 1] for start in starts.tolist()])

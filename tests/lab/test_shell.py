@@ -77,7 +77,9 @@ def test_nothing_starts_any_more_when_a_task_has_failed(tmp_path: Path) -> None:
 def test_an_interrupt_ends_all_tasks(tmp_path: Path, number: int) -> None:
     files = [tmp_path / "a", tmp_path / "b"]
     script = (
-        "import sys; from crosscloud_lab.shell import interrupt_when_asked_to_end, run, together\n"
+        "import signal, sys; from crosscloud_lab.shell import interrupt_when_asked_to_end, run, together\n"
+        # What started the tests may ignore signals, as nohup does.
+        "signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
         "interrupt_when_asked_to_end()\n"
         "together(*(lambda text=text: run(['sh', '-c', text], timeout=600) for text in sys.argv[1:]))\n"
     )

@@ -150,8 +150,8 @@ def test_payload_and_result_bytes_are_those_of_the_formula(tmp_path: Path) -> No
     encoded = payload_bytes(CodecSpec("Int8"), elements)
     assert sent == received
     for kind, total in sent.items():
-        # Every cell goes from two replicas to its owner and back; each message has 12 bytes of lengths and 64 of head.
-        messages, rest = divmod(total - 2 * encoded, 76)
+        # Every cell goes from two replicas to its owner and back; each message has 12 bytes of lengths and 72 of head.
+        messages, rest = divmod(total - 2 * encoded, 84)
         assert rest == 0, kind
         assert 6 <= messages <= 10, kind
 

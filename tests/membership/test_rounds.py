@@ -285,3 +285,16 @@ def test_who_differs_is_told_where_a_majority_can_tell() -> None:
     three = divergence(4, {0: 7, 1: 8, 2: 7})
     assert three is not None
     assert three.endswith("replica 1 differs from the majority")
+
+
+def test_a_replica_that_was_told_to_end_says_so_in_its_round_and_all_hear_it_in_that_round() -> None:
+    rounds = begun()
+    assert rounds.leaving == ()
+    said = Head(ATTEMPT, OLD, 1, 5, 11, 0, leaves=True)
+    assert Head.unpack(said.pack()) == said
+    rounds.received((1, 0), Message(MessageType.ANNOUNCE, said.pack(), b""))
+    assert rounds.leaving == (1,)
+    rounds.begin(2, 5, 11, {(1, 0): bytes(SIZE)}, leaves=True)
+    assert rounds.leaving == (0,)
+    heads = [Head.unpack(send.message.head) for send in rounds.take()]
+    assert {head.leaves for head in heads} == {True}

@@ -61,6 +61,34 @@ def test_what_has_the_wrong_shape_is_named_not_stumbled_over() -> None:
     }
 
 
+def data_for(*members: list[str] | None) -> dict[str, Any]:
+    """A job's training with a source for each list of members."""
+    sources = [
+        {"name": f"s{number}", "paths": ["/data/*"], **({"members": names} if names else {})}
+        for number, names in enumerate(members)
+    ]
+    return {"model": {"preset": "tiny-llama"}, "data": {"sources": sources}, "tokens": 1000}
+
+
+def test_replicas_are_placed_only_where_there_is_data_for_them() -> None:
+    pinned = [{"name": "a", "index": 0, "members": ["north", "west"]}]
+    for members, first, second in (
+        (([["east"], ["west"]]), ("west",), ("east", "west")),
+        (([["east"], None]), ("north", "west"), ()),
+    ):
+        made = read(replicas=2, replicaOverrides=pinned, training=data_for(*members))
+        assert [need.members for need in request(made, SETTINGS).stages] == [first, second]
+
+
+def test_a_replica_pinned_to_a_member_without_data_is_refused() -> None:
+    pinned = [{"name": "a", "index": 0, "members": ["north"]}]
+    with pytest.raises(InvalidJob) as fault:
+        read(replicas=2, replicaOverrides=pinned, training=data_for(["east"], ["west"]))
+    (problem,) = fault.value.problems
+    assert problem.path == "spec.replicaOverrides[0].members"
+    assert "training.data.sources are for east, west only" in problem.allowed
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["name", "env", "limits"]), inner),

@@ -236,7 +236,7 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_stays_good(small_disk: Pa
     storage = Storage(str(small_disk))
     before = two(storage)
     (small_disk / "ballast").write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * 4096 - 8192))
-    with pytest.raises(Failure, match="No space left on device") as caught:
+    with pytest.raises(Failure, match="No space left on device; make room there") as caught:
         two(storage, step=60)
     assert caught.value.code == ExitCode.STORAGE_REFUSED
     checkpoint.discard(storage, replace(PLACE, step=60), 0, 0)

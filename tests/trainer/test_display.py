@@ -118,10 +118,13 @@ def test_the_summary_has_the_way_to_try_the_result(state: RunState) -> None:
     )
     for replica in (0, 1):
         last = report(replica, 8, loss=2.0, first_loss=5.0, validation_loss=2.5, digest="aa")
+        best = replace(last.progress, best_step=6 + replica, best_validation_loss=2.25 + replica)
+        last = replace(last, progress=best)
         state.see(replica, replace(last, completion=done))
     told = "\n".join(summary_lines(Summary.of(state)))
     assert "loss        5.000 → 2.000" in told
-    assert "validation  2.500" in told
+    assert "validation  2.500, perplexity 12.18 " in told
+    assert "best        2.250 after step 6" in told
     assert "digests     equal in all replicas after 2 rounds" in told
     assert "crosscloud-trainer generate /x/result --prompt" in told
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,9 +179,10 @@ def pod(tmp_path: Path) -> dict[str, str]:
     document = manifest(replicas=3, replica={"gpusPerStage": 2})
     found = read_manifest(written(tmp_path, document))
     job = LocalJob(found, record(tmp_path), tmp_path, tmp_path / "logs", str(tmp_path / "out"))
-    for item in job.start(1):
-        item.end(signal.SIGKILL)
-        item.wait(60)
+    with ExitStack() as held:
+        for item in job.start(1, held):
+            item.end(signal.SIGKILL)
+            item.wait(60)
     return job._environment(tmp_path / "attempt-1", 1, range(20000, 20003))
 
 

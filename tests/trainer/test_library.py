@@ -104,6 +104,7 @@ def test_two_replicas_of_unlike_size_end_with_equal_weights(ends: Any) -> None:
     assert (end["event"], end["steps"], end["rounds"], end["digests_equal"]) == ("finish", STEPS, ROUNDS, True)
     assert end["tokens"] == STEPS * MICRO_BATCHES * 64 * 3  # what the script told by sync.tokens, of three ranks
     assert end["last_loss"] < end["first_loss"]
+    assert [event["progress"]["totalSteps"] for event in events if event["event"] == "report"][-1] == STEPS
     assert end["wan_bytes"] < end["dense_bytes"] / 8
     taken = [losses(folder, rank) for rank in range(3)]
     assert len({tuple(seen) for seen in taken}) == 3, "each rank of the job trains on data of its own"
@@ -134,6 +135,7 @@ def test_outside_a_job_the_very_optimizer_comes_back() -> None:
     sync = Alone()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
     assert sync.wrap(optimizer) is optimizer
+    sync.steps(10)
     sync.tokens(5)
     sync.finish()
     assert (sync.joined, sync.replica, sync.replicas, sync.rank, sync.ranks) == (False, 0, 1, 0, 1)

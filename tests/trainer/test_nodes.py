@@ -93,5 +93,5 @@ def test_replicas_with_one_changed_file_are_refused_by_what_differs_and_not_trie
     texts = [pod.communicate(timeout=DEADLINE_SECONDS)[0] for pod in pods]
     assert not retryable(pods[0].returncode), texts
     assert not retryable(pods[1].returncode), texts
-    unlike = r"differ in data: 3 files, 4\.4 kB, sha256 [0-9a-f]{32} and 3 files, 4\.4 kB, sha256 [0-9a-f]{32}"
+    unlike = r"differ in data of train: 4 files, 6\.6 kB, sha256 [0-9a-f]{32} and 4 files, 6\.6 kB, sha256 [0-9a-f]{32}"
     assert all(re.search(unlike, text) for text in texts), texts

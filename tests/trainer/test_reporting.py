@@ -136,12 +136,23 @@ def test_the_journal_counts_what_happened_and_never_shows_a_loss_that_is_not_fin
     journal.settled(1)
     journal.waited(2.0)
     journal.traffic({1: Wan({"payload": 7, "result": 5}, {"payload": 3, "overhead": 1})})
-    journal.validation(math.inf)
+    journal.validation(2, math.inf)
     found = journal.progress
     assert (found.step, found.tokens, found.loss, found.first_loss, found.skipped_steps) == (2, 20, 4.0, 4.0, 1)
     assert (found.wan_bytes_sent, found.wan_bytes_received, found.dense_bytes) == (12, 4, 201)
     assert (found.round, found.digest, found.validation_loss) == (1, "ab" * 8, None)
     assert journal.seconds == {"compute": 3.0, "exchange": 3.0, "waiting": 2.0}
+
+
+def test_the_best_evaluation_is_remembered_with_its_step() -> None:
+    journal = Journal(total_steps=30, dense_bytes_per_step=1)
+    for step, loss in ((5, 3.0), (10, 2.0), (15, math.nan), (20, 2.5)):
+        journal.validation(step, loss)
+    found = journal.progress
+    assert (found.validation_step, found.validation_loss, found.perplexity) == (20, 2.5, pytest.approx(12.182494))
+    assert (found.best_step, found.best_validation_loss) == (10, 2.0)
+    journal.validation(25, 2000.0)
+    assert math.isfinite(journal.progress.perplexity or math.inf)
 
 
 def test_the_loss_is_the_mean_of_the_last_ten_steps() -> None:

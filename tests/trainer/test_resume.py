@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer.jobs import finished, manifest, ranks_of, start_local, written
+from trainer.jobs import TRAINER, finished, manifest, ranks_of, start_local, written
 
 from crosscloud_trainer.contract import ExitCode
 
@@ -168,6 +169,30 @@ def test_where_no_checkpoint_is_whole_the_job_ends_with_the_reason(runs: dict[st
     assert events[-1]["last"] is True
     assert "none of the job's checkpoints can be used" in events[-1]["message"]
     assert events[-1]["message"].count("its manifest isn't there") == 2
+
+
+def test_a_disk_that_is_full_ends_the_job_in_the_end_and_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+    disk, out = tmp_path / "disk", tmp_path / "out"
+    for folder in (disk, out):
+        folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], check=True)
+    try:
+        path = job(tmp_path, replicas=1, storage={"uri": str(disk)}, training={"tokens": "1M"})
+        command = [*TRAINER, "local", str(path), "--json"]
+        process = subprocess.Popen(command, cwd=out, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        until_checkpoint(process, 4)
+        (disk / "ballast").write_bytes(b"x" * (os.statvfs(disk).f_bavail * 4096 - 4096))
+        code, events, _ = finished(process)
+        run = Run(code, events, out / "crosscloud-runs" / "small")
+        assert code == ExitCode.STORAGE_REFUSED
+        assert events[-1]["last"] is True
+        assert "No space left on device; make room there" in events[-1]["message"]
+        assert run.log(1).count("is not stored, training goes on") == 3
+        uris = [item["uri"] for item in run.checkpoints]
+        assert [str(path) for path in disk.glob("attempt-1/home-1/step-*/manifest.json")] == uris[:1]
+        assert len(run.chunks()) == 1
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_resume_without_a_checkpoint_says_so(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def pipeline_stage(
         if number + 1 == bad_step and stage == 0 and rank == dist.get_world_size() - 1:
             handle = next(iter(cut.parameters())).register_hook(lambda gradient: gradient * float("inf"))
         if stages > 1:
-            loss, report = pipeline.step([{"input_ids": tokens, "labels": tokens} for tokens in share])
+            loss, report = pipeline.step([({"input_ids": tokens, "labels": tokens}, 1.0) for tokens in share])
         else:
             losses = []
             for tokens in share:

@@ -41,13 +41,14 @@ class SyncCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
             self._wrapped = self._trainer.optimizer = self.sync.wrap(made)
         return self._wrapped
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Raises Failure where DeepSpeed has made an optimizer of its own: nothing would be exchanged."""
         if self.sync.joined and self._wrapped is None:
             message = (
                 'the DeepSpeed configuration has "optimizer"; leave it out, and set learning_rate and optim instead'
             )
             raise Failure(ExitCode.INVALID_INPUT, message)
+        self.sync.steps(state.max_steps)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.sync.finish()

@@ -87,7 +87,7 @@ class Journal:
                 self._progress = replace(self._progress, round=known, digest=digest)
 
     def resume(self, before: Progress) -> None:
-        """The run goes on from here: steps, tokens, round, digest and skipped steps of a checkpoint."""
+        """The run goes on from here: steps, tokens, round, digest, skipped steps, best evaluation of a checkpoint."""
         with self._lock:
             total = self._progress.total_steps
             self._progress, self._first_step = replace(before, total_steps=total), before.step
@@ -108,10 +108,20 @@ class Journal:
                 wan_bytes_received=sum(sum(peer.received.values()) for peer in wan.values()),
             )
 
-    def validation(self, loss: float) -> None:
-        if math.isfinite(loss):
-            with self._lock:
-                self._progress = replace(self._progress, validation_loss=loss)
+    def validation(self, step: int, loss: float) -> None:
+        """An evaluation after `step`; one that is not finite, or of nothing, is no news."""
+        if not math.isfinite(loss):
+            return
+        with self._lock:
+            before = self._progress
+            best = before.best_validation_loss is None or loss < before.best_validation_loss
+            self._progress = replace(
+                before,
+                validation_step=step,
+                validation_loss=loss,
+                best_step=step if best else before.best_step,
+                best_validation_loss=loss if best else before.best_validation_loss,
+            )
 
     def waited(self, seconds: float) -> None:
         """Time in which a round waited for other replicas: waiting, not exchanging."""

@@ -67,6 +67,8 @@ class Alone:
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
 
+    def steps(self, total: int) -> None: ...
+
     def tokens(self, count: int) -> None: ...
 
     def finish(self, result: Path | str | None = None) -> None: ...
@@ -88,6 +90,7 @@ class Joined:
         self._status = _status_file(place, environ)
         self._optimizer: ShardOptimizer | None = None
         self._run: _Run | None = None
+        self._planned = 0
         self._told = 0
         self._losses: list[torch.Tensor] = []
         self._finished = False
@@ -101,6 +104,10 @@ class Joined:
         engine.watch(self._optimizer, self)
         return self._optimizer
 
+    def steps(self, total: int) -> None:
+        """Says, before the first step, how many the script will take: for progress, nothing else."""
+        self._planned = total
+
     def tokens(self, count: int) -> None:
         """Says, before the step, that this rank learns from `count` tokens (or samples) in it: the weight of the
         replica's update, and the job's speed. Without it every step of a rank counts 1.
@@ -113,7 +120,7 @@ class Joined:
     def step(self, deepspeed_engine: Any, plain: Callable[[], object]) -> None:
         if self._run is None:
             assert self._optimizer is not None
-            self._run = _Run(self._place, engine.adopt(deepspeed_engine, self._optimizer), self._status)
+            self._run = _Run(self._place, engine.adopt(deepspeed_engine, self._optimizer), self._status, self._planned)
         if not deepspeed_engine.is_gradient_accumulation_boundary():
             plain()
             return
@@ -158,7 +165,8 @@ class Joined:
 class _Run:
     """The rounds of one script, from its engine's first step."""
 
-    def __init__(self, place: Place, trained: engine.Engine, status: StatusFile | None) -> None:
+    def __init__(self, place: Place, trained: engine.Engine, status: StatusFile | None, steps: int) -> None:
+        """`steps` as the script says, 0 where it doesn't."""
         self._place, self._trained, self._status = place, trained, status
         run = place.attempt.run
         planned, found = place.attempt.plan.zero_stage, trained.zero_stage
@@ -169,9 +177,9 @@ class _Run:
         self._device = trained.shard.device
         self._group = TorchGroup(self._device)
         sizes = [parameter.elements for parameter in trained.index.parameters]
-        self._journal = Journal(0, wan_bytes("None", sizes, len(run.replicas)))
+        self._journal = Journal(steps, wan_bytes("None", sizes, len(run.replicas)))
         deadline = time.monotonic() + place.pod.start_deadline
-        self._meeting = meet_replicas(place, trained, f"script {_digest_of(sys.argv[0])}", deadline)
+        self._meeting = meet_replicas(place, trained, {"script": _digest_of(sys.argv[0])}, deadline)
         self._algorithm = build_algorithm(place, trained, self._meeting, self._device)
         if isinstance(self._algorithm, AllReduce) and not self._algorithm.alone:
             trained.clip_after_exchange()

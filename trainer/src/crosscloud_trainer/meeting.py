@@ -149,10 +149,13 @@ def agree_on_data(place: Place, summary: str) -> None:
         raise Failure(ExitCode.INVALID_INPUT, unlike)
 
 
-def meet_replicas(place: Place, trained: engine.Engine, data: str, deadline: float, width: int = 0) -> Meeting:
+def meet_replicas(
+    place: Place, trained: engine.Engine, data: Mapping[str, str], deadline: float, width: int = 0
+) -> Meeting:
     """Open or learn the view and meet the ranks of the other replicas over the link. Raises LinkError.
 
-    `data` says what is trained on: one order of sequences is dealt to all replicas, so their files must be alike.
+    `data` says what all replicas must have alike of what they train on, by name: one order of a source's sequences is
+    dealt to all that read it.
     """
     run, pod = place.attempt.run, place.pod
     authority = Authority(run.home.number, 0, 0)
@@ -164,7 +167,7 @@ def meet_replicas(place: Place, trained: engine.Engine, data: str, deadline: flo
         return Meeting(SoloExchange(pod.replica, authority))
     agreement = {
         "run document": run.digest(),
-        "data": data,
+        **data,
         "parameters": trained.index.digest(),
         "trainer version": package_version(),
     }

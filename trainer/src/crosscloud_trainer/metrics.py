@@ -42,6 +42,9 @@ class RunCollector(Collector):
         for name, text, value in (
             ("loss", f"Training loss, mean of the last {LOSS_STEPS} steps and of the ranks", progress.loss),
             ("validation_loss", "Loss of the last evaluation", progress.validation_loss),
+            ("validation_perplexity", "Perplexity of the last evaluation", progress.perplexity),
+            ("best_validation_loss", "The lowest loss of an evaluation so far", progress.best_validation_loss),
+            ("best_step", "Inner step after which that was measured", progress.best_step),
             ("step", "Inner steps done", progress.step),
             ("steps", "Inner steps planned", progress.total_steps),
             ("round", "Rounds done", progress.round),

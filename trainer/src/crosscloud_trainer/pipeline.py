@@ -72,16 +72,16 @@ class Pipeline:
     def __init__(self, engine: Engine, position: Position, neighbours: Neighbours) -> None:
         self._engine, self._position, self._neighbours = engine, position, neighbours
 
-    def step(self, batches: Sequence[Batch]) -> tuple[float, StepReport]:
+    def step(self, batches: Sequence[tuple[Batch, float]]) -> tuple[float, StepReport]:
         """An inner step; returns the mean loss over the micro-batches (NaN on all stages but the last) and what the
-        step did. Every rank of every stage gets as many `batches`; of each the first stage reads `input_ids`, the last
-        `labels`, and all what else is in it.
+        step did. Every rank of every stage gets as many `batches`, each with the weight of its loss; of each the first
+        stage reads `input_ids`, the last `labels`, and all what else is in it.
         """
         losses: list[torch.Tensor] = []
         pending: deque[_Pending] = deque()
         ahead = min(self._position.count - 1 - self._position.number, len(batches))
-        for number, batch in enumerate(batches):
-            pending.append(self._forward(number, batch, losses))
+        for number, (batch, weight) in enumerate(batches):
+            pending.append(self._forward(number, batch, weight, losses))
             if number >= ahead:
                 self._backward(pending.popleft(), len(batches))
         while pending:
@@ -96,11 +96,11 @@ class Pipeline:
         self._engine.train(False)
         with torch.no_grad():
             for number, batch in enumerate(batches):
-                self._forward(number, batch, losses)
+                self._forward(number, batch, 1.0, losses)
         self._engine.train()
         return [float(loss) for loss in losses]
 
-    def _forward(self, number: int, batch: Batch, losses: list[torch.Tensor]) -> _Pending:
+    def _forward(self, number: int, batch: Batch, weight: float, losses: list[torch.Tensor]) -> _Pending:
         position = self._position
         more = {name: values for name, values in batch.items() if name not in ("input_ids", "labels")}
         if position.first:
@@ -110,6 +110,7 @@ class Pipeline:
             given.requires_grad_(torch.is_grad_enabled())
         result: torch.Tensor = self._engine(given, labels=batch["labels"] if position.last else None, **more)
         if position.last:
+            result = result * weight
             losses.append(result.detach())
         else:
             self._neighbours.send_activation(number, result.detach())

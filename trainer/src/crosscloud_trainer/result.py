@@ -12,8 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from crosscloud_trainer.checkpoint import WEIGHTS, Checkpoint, Span
-from crosscloud_trainer.data.tokenizer import byte_tokenizer
-from crosscloud_trainer.data.tokens import BOS_ID, EOS_ID, PAD_ID
+from crosscloud_trainer.data.tokenizer import byte_tokenizer, load_tokenizer
 from crosscloud_trainer.storage import Storage
 
 FOLDER = "result"
@@ -34,16 +33,27 @@ def fill(model: PreTrainedModel, found: Checkpoint) -> None:
         found.read([(WEIGHTS, None, span, parameters[name].view(-1)) for name, span in stored])
 
 
-def write_result(storage: Storage, model: PreTrainedModel, provenance: Mapping[str, Any]) -> str:
-    """Store model, generation settings and tokenizer below `result/`; returns the folder's address."""
+def write_result(
+    storage: Storage, model: PreTrainedModel, provenance: Mapping[str, Any], tokenizer: Path | None = None
+) -> str:
+    """Store model, generation settings and tokenizer below `result/`; returns the folder's address.
+
+    `tokenizer` is a folder that `read_tokenizer` left; without it the model knows bytes.
+    """
+    words = load_tokenizer(tokenizer) if tokenizer else byte_tokenizer(model.config)
     model.config.use_cache = True
     model.generation_config = GenerationConfig(
-        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=True, temperature=0.8, top_k=40
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+        do_sample=True,
+        temperature=0.8,
+        top_k=40,
     )
     with tempfile.TemporaryDirectory(prefix="crosscloud-result-") as name:
         folder = Path(name)
         model.save_pretrained(folder)
-        byte_tokenizer(model.config).save_pretrained(folder)
+        words.save_pretrained(folder)
         (folder / PROVENANCE).write_text(json.dumps(provenance, indent=1, sort_keys=True))
         return store_folder(storage, folder)
 

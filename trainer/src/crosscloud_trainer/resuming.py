@@ -158,6 +158,8 @@ class Resumer:
             tokens=tokens,
             digest=manifest["digest"],
             skipped_steps=lead["skipped"],
+            best_step=lead["best"][0],
+            best_validation_loss=lead["best"][1],
         )
 
     def _has(self, found: Checkpoint, part: Part) -> bool:

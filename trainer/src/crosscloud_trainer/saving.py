@@ -133,6 +133,7 @@ class Saver:
             "counts": state.optimizer_counts(self._trained),
             "schedule": self._trained.schedule(),
             "skipped": self._trained.skipped,
+            "best": [self._journal.progress.best_step, self._journal.progress.best_validation_loss],
             "zeroStage": self._place.attempt.plan.zero_stage,
         }
         kept = [part for part in parts if part.scope is not Scope.MODEL or self._lowest]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from crosscloud_trainer import engine
 from crosscloud_trainer.allreduce import AllReduce
 from crosscloud_trainer.compress import codec_of
 from crosscloud_trainer.contract import Algorithm, ExitCode
+from crosscloud_trainer.contract.report import perplexity
 from crosscloud_trainer.diloco import DiLoCo
 from crosscloud_trainer.exchange import RoundReport
 from crosscloud_trainer.failures import Failure
@@ -22,7 +24,7 @@ from crosscloud_trainer.meeting import Meeting, Place, count_traffic
 from crosscloud_trainer.pipeline import Pipeline, StageNorm
 from crosscloud_trainer.saving import Saver
 from crosscloud_trainer.stopping import Stop
-from crosscloud_trainer.tasks.causal import CausalTask
+from crosscloud_trainer.tasks.causal import CausalTask, MicroBatch
 
 log = logging.getLogger("crosscloud_trainer")
 
@@ -65,7 +67,7 @@ class Steps:
             last = number == self.steps
             ended = self._exchange(learned, last=last or (alone and self._leaves))
             if number % self.place.attempt.run.training.evaluate_every == 0 or number == self.steps:
-                self._evaluate()
+                self._evaluate(number)
             self._say(number)
             if ended and not last:
                 self._save(number)
@@ -86,7 +88,7 @@ class Steps:
         started = time.monotonic()
         batches = list(self.task.micro_batches(number - 1, self.device))
         if self._pipeline is not None:
-            own, report = self._pipeline.step(batches)
+            own, report = self._pipeline.step([(batch.inputs, batch.weight) for batch in batches])
         else:
             own, report = self._pass(batches)
         mean, leaves = self._agree(own)
@@ -96,11 +98,11 @@ class Steps:
         # The ranks of all stages go through the same tokens.
         return learned_tokens(report, self._tokens) if self.place.position.first else 0
 
-    def _pass(self, batches: Sequence[dict[str, torch.Tensor]]) -> tuple[float, engine.StepReport]:
+    def _pass(self, batches: Sequence[MicroBatch]) -> tuple[float, engine.StepReport]:
         """An inner step of a model that isn't cut into stages: its mean loss, and what the step did."""
         losses, report = [], None
         for batch in batches:
-            loss = self.trained(**batch).loss
+            loss = self.trained(**batch.inputs).loss * batch.weight
             losses.append(loss.detach())
             self.trained.backward(loss)
             report = self.trained.step()
@@ -137,14 +139,17 @@ class Steps:
             refused = ", own update refused" if done.refused else ""
             log.info("round %d %s: digest %016x, %.2f s%s", done.round, word, done.digest, seconds, refused)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, number: int) -> None:
         """Validation loss over all ranks of the replica."""
         losses_of = self._losses if self._pipeline is None else self._pipeline.evaluate
         told = torch.tensor(self.task.evaluate(losses_of, self.device), dtype=torch.float64, device=self.device)
         total, count = self._replica.sums(told).tolist()
-        self.journal.validation(total / count if count else float("nan"))
+        loss = total / count if count else float("nan")
+        self.journal.validation(number, loss)
+        if self.place.first and math.isfinite(loss):
+            log.info("validation after step %d: loss %.4f, perplexity %.4g", number, loss, perplexity(loss))
 
-    def _losses(self, batches: Sequence[dict[str, torch.Tensor]]) -> list[float]:
+    def _losses(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[float]:
         """Of each batch, without training; dropout is off meanwhile."""
         self.trained.train(False)
         with torch.no_grad():

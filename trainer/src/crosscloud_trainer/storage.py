@@ -35,7 +35,7 @@ class Storage:
         """Raises Failure(INVALID_INPUT) when no file system serves the address. `field` is where it was given."""
         self.uri = uri.rstrip("/")
         self._field = field
-        self._fs, self._root = _file_system(self.uri, field)
+        self._fs, self._root = file_system(self.uri, field)
 
     def address(self, path: str) -> str:
         """The whole address of `path`."""
@@ -109,11 +109,13 @@ class Storage:
             raise self._failure(ExitCode.STORAGE_REFUSED, path, f"permission denied: {_words(fault)}") from fault
         except Exception as fault:  # every file system has its own tree of errors
             if refused(fault):
-                raise self._failure(ExitCode.STORAGE_REFUSED, path, _words(fault)) from fault
+                full = isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT)
+                raise self._failure(ExitCode.STORAGE_REFUSED, path, _words(fault), full=full) from fault
             raise self._failure(ExitCode.STORAGE_UNREACHABLE, path, f"no answer: {_words(fault)}") from fault
 
-    def _failure(self, code: ExitCode, path: str, what: str) -> Failure:
-        problem = Problem(self._field, self.uri, f"{path} can't be written or read; {what}; {_advice(self._fs, code)}")
+    def _failure(self, code: ExitCode, path: str, what: str, *, full: bool = False) -> Failure:
+        advice = "make room there" if full else _advice(self._fs, code)
+        problem = Problem(self._field, self.uri, f"{path} can't be written or read; {what}; {advice}")
         return Failure(code, str(problem))
 
 
@@ -135,7 +137,8 @@ def refused(fault: BaseException) -> bool:
     return False
 
 
-def _file_system(uri: str, field: str) -> tuple[Any, str]:
+def file_system(uri: str, field: str) -> tuple[Any, str]:
+    """The file system of an address in this field, and the path in it. Raises Failure(INVALID_INPUT)."""
     try:
         fs, root = url_to_fs(uri, **_options(uri))
     except (ValueError, ImportError) as fault:

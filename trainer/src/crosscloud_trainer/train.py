@@ -24,9 +24,8 @@ from transformers import PreTrainedModel
 
 from crosscloud_trainer import checkpoint, engine, metrics, result
 from crosscloud_trainer.claim import release
-from crosscloud_trainer.contract import Activity, ExitCode, Precision, Schedule
-from crosscloud_trainer.data.corpus import open_corpus
-from crosscloud_trainer.data.split import Split
+from crosscloud_trainer.contract import Activity, ExitCode, Packing, Precision, Schedule
+from crosscloud_trainer.data.corpus import Corpus, open_corpus
 from crosscloud_trainer.environment import (
     DATA_FOLDER,
     DEADLINE,
@@ -50,6 +49,7 @@ from crosscloud_trainer.meeting import (
     meet_replicas,
 )
 from crosscloud_trainer.models import initial
+from crosscloud_trainer.models.apart import check_apart
 from crosscloud_trainer.models.memory import check_memory
 from crosscloud_trainer.models.presets import build_model
 from crosscloud_trainer.models.stages import Stage, hidden_size
@@ -80,14 +80,17 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
     device = meet_ranks(place, environ, deadline)
     corpus = open_corpus(Path(environ[DATA_FOLDER]), training.sequence_length)
     agree_on_data(place, corpus.summary)
-    split = Split(len(corpus.train), len(run.replicas), training.batch_size, training.seed)
+    split = corpus.split(training, run.members, run.position(pod.replica))
     micro = training.micro_batch_size or training.batch_size // place.ranks
-    task = CausalTask(corpus, split, place.replicas.index(pod.replica), place.rank, place.ranks, micro)
-    steps = steps_for(training.tokens, split.per_step * training.sequence_length)
+    task = CausalTask(corpus, split, training.data.packing, place.rank, place.ranks, micro)
+    tokens_per_step = len(run.replicas) * training.batch_size * training.sequence_length
+    steps = steps_for(training.tokens, tokens_per_step)
 
     say(status, "building the model")
-    check_memory(run, pod.replica, device, Memory.read(environ))
-    model = build_model(training.model, training.sequence_length, training.seed)
+    check_memory(run, pod.replica, device, Memory.read(environ), corpus.vocabulary)
+    model = build_model(training.model, training.sequence_length, training.seed, corpus.vocabulary)
+    if training.data.packing is Packing.DOCUMENTS:
+        check_apart(model)
     if training.model.init_from is not None:
         initial.load(model, training.model.init_from, Path(environ[DATA_FOLDER]) / INITIAL_FOLDER)
     torch.manual_seed(seed_of(training.seed, pod.replica, place.number))  # of dropout: no two ranks drop alike
@@ -96,9 +99,8 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
     journal = Journal(steps, wan_bytes("None", sizes, len(run.replicas)))
 
     say(status, "meeting the other replicas")
-    with meet_replicas(place, trained, corpus.summary, deadline, hidden_size(model)) as meeting:
+    with meet_replicas(place, trained, corpus.agreement(training), deadline, hidden_size(model)) as meeting:
         algorithm = build_algorithm(place, trained, meeting, device)
-        tokens_per_step = split.per_step * training.sequence_length
         done = 0
         if run.resume_from:
             say(status, "reading the checkpoint")
@@ -127,7 +129,7 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
         count_traffic(meeting, journal, meeting.totals(device), place)
 
         say(status, "writing checkpoint and result")
-        stored = store(place, saver, steps)
+        stored = store(place, saver, steps, corpus)
         if retention is not None:
             retention.close()
     if status is not None:
@@ -171,17 +173,17 @@ def build_engine(model: torch.nn.Module, whole: engine.Whole | None, place: Plac
     return engine.build(model, optimizer, settings, schedule, whole)
 
 
-def store(place: Place, saver: Saver, steps: int) -> dict[str, Any]:
+def store(place: Place, saver: Saver, steps: int, corpus: Corpus) -> dict[str, Any]:
     """Write this rank's part of the last checkpoint; the rank that leads adds manifest and result. Collective."""
     run = place.attempt.run
     newest = saver.last(steps)
     if newest is None:
         return {}
     found = checkpoint.Checkpoint(newest)
-    model = build_model(run.training.model, run.training.sequence_length, run.training.seed)
+    model = build_model(run.training.model, run.training.sequence_length, run.training.seed, corpus.vocabulary)
     result.fill(model, found)
     provenance = {"job": run.job.name, "uid": run.job.uid, "checkpoint": newest.uri, "sha256": newest.digest}
-    address = result.write_result(saver.storage, model, provenance)
+    address = result.write_result(saver.storage, model, provenance, corpus.tokenizer_folder)
     release(saver.storage, run)
     log.info("stored: checkpoint %s, result %s", newest.uri, address)
     return {"result_uri": address, "checkpoint_uri": newest.uri, "checkpoint_digest": newest.digest}

@@ -106,10 +106,12 @@ def show(job: Obj, out: Console) -> None:
 def _show_progress(progress: Mapping[str, Any], out: Console) -> None:
     if not progress:
         return
-    parts = [f"step {progress.get('step')} of {progress.get('totalSteps')}", f"round {progress.get('round')}"]
+    total = f" of {progress['totalSteps']}" if progress.get("totalSteps") else ""  # a script may not say how many
+    parts = [f"step {progress.get('step')}{total}", f"round {progress.get('round')}"]
     for key, text in (
         ("loss", "loss {}"),
         ("validationLoss", "validation loss {}"),
+        ("validationPerplexity", "perplexity {}"),
         ("tokensPerSecond", "{} tokens/s"),
     ):
         if progress.get(key) is not None:

@@ -149,7 +149,8 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class ProgressSummary:
-    """Sums over replicas; the step is that of the replica that is least far. Bytes are those sent over the WAN."""
+    """Sums over replicas; the step is that of the replica that is least far. The best
+    evaluation is the best of any replica. Bytes are those sent over the WAN."""
 
     step: int
     total_steps: int
@@ -164,6 +165,9 @@ class ProgressSummary:
     loss: str | None = None
     first_loss: str | None = None
     validation_loss: str | None = None
+    validation_perplexity: str | None = None
+    best_validation_loss: str | None = None
+    best_step: int | None = None
 
 
 @dataclass(frozen=True)

@@ -72,14 +72,15 @@ def read_job(obj: Obj, settings: JobSettings) -> Job:
     except InvalidDocument as fault:
         raise InvalidJob(fault.problems) from fault
     template = spec.pod_template or {}
-    if problems := list(_template_problems(template, settings)):
+    if problems := [*_template_problems(template, settings), *_data_problems(spec)]:
         raise InvalidJob(problems)
     return Job(job_id(obj, settings.hub), obj["metadata"].get("generation", 0), spec, template)
 
 
 def request(job: Job, settings: JobSettings) -> Request:
-    """What the planner has to place."""
+    """What the planner has to place: a replica only where there is data for it."""
     needs = []
+    holders = data_members(job.spec)
     for replica in range(job.spec.replicas):
         override = job.spec.override(replica)
         needs.append(
@@ -88,7 +89,7 @@ def request(job: Job, settings: JobSettings) -> Request:
                 gpus=job.spec.gpus_of(replica),
                 stages=job.spec.stages_of(replica),
                 zero_stage=job.spec.zero_stage_of(replica),
-                members=override.members if override else (),
+                members=_narrowed(override.members if override else (), holders),
             )
         )
     return Request(
@@ -98,6 +99,28 @@ def request(job: Job, settings: JobSettings) -> Request:
         pod_spec=job.pod_spec,
         tolerations=tolerations(job.pod_spec, settings),
     )
+
+
+def data_members(spec: JobSpec) -> tuple[str, ...]:
+    """The members that hold data, where all of it is for certain members; else empty."""
+    sources = spec.training.data.all_sources if spec.training is not None else ()
+    if any(source.members is None for source in sources):
+        return ()
+    return tuple(sorted({member for source in sources for member in source.members or ()}))
+
+
+def _narrowed(members: tuple[str, ...], holders: tuple[str, ...]) -> tuple[str, ...]:
+    """Names that are in both, where an empty list stands for all members."""
+    return tuple(name for name in members if name in holders) if members and holders else members or holders
+
+
+def _data_problems(spec: JobSpec) -> Iterator[Problem]:
+    """Replicas that could run only where no data is for them."""
+    holders = data_members(spec)
+    for number, item in enumerate(spec.replica_overrides):
+        if item.members and not _narrowed(item.members, holders):
+            allowed = f"training.data.sources are for {', '.join(holders)} only; name one of these, or add a source"
+            yield Problem(f"spec.replicaOverrides[{number}].members", list(item.members), allowed)
 
 
 def tolerations(pod_spec: Obj, settings: JobSettings) -> tuple[Obj, ...]:

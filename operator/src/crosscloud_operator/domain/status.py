@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from crosscloud_operator.domain import record
 from crosscloud_operator.domain.record import Condition, JobStatus, ProgressSummary, ReplicaStatus
-from crosscloud_trainer.contract import Activity, Report
+from crosscloud_trainer.contract import Activity, Progress, Report
+from crosscloud_trainer.contract.report import perplexity
 from crosscloud_trainer.sizes import bytes_text
 
 PLACED, RUNNING, SUCCEEDED, FAILED, REACHABLE = "Placed", "Running", "Succeeded", "Failed", "MembersReachable"
@@ -53,6 +55,8 @@ def progress_summary(reports: Iterable[Report]) -> ProgressSummary | None:
     if not all_progress:
         return None
     last = min(all_progress, key=lambda item: item.step)
+    validation = _mean(item.validation_loss for item in all_progress)
+    best = min(all_progress, key=_best)
     wan = sum(item.wan_bytes_sent for item in all_progress)
     per_step = wan // last.step if last.step else 0
     return ProgressSummary(
@@ -68,7 +72,10 @@ def progress_summary(reports: Iterable[Report]) -> ProgressSummary | None:
         skipped_steps=sum(item.skipped_steps for item in all_progress),
         loss=_number(_mean(item.loss for item in all_progress)),
         first_loss=_number(_mean(item.first_loss for item in all_progress)),
-        validation_loss=_number(_mean(item.validation_loss for item in all_progress)),
+        validation_loss=_number(validation),
+        validation_perplexity=None if validation is None else _number(perplexity(validation)),
+        best_validation_loss=_number(best.best_validation_loss),
+        best_step=best.best_step,
     )
 
 
@@ -80,6 +87,10 @@ def with_checkpoints(status: JobStatus, reports: Iterable[Report], keep: int) ->
     if newest is None or newest in status.checkpoints:
         return status
     return replace(status, checkpoints=(newest, *status.checkpoints)[:keep])
+
+
+def _best(progress: Progress) -> float:
+    return math.inf if progress.best_validation_loss is None else progress.best_validation_loss
 
 
 def waiting_words(reports: Mapping[int, Report]) -> str | None:

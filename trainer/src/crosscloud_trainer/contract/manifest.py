@@ -7,7 +7,7 @@ only later versions act on is not here.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,15 +234,21 @@ class Data:
     tokenizer_file: str | None = rule(None, max_length=1024, pattern=NOT_BLANK)
     packing: Packing = rule(Packing.DOCUMENTS)
 
-    def sources_in(self, member: str) -> tuple[tuple[str, Source], ...]:
-        """What replicas in this member train on, each with the path of its list of files below `data`."""
-        if self.train is not None:
-            return (("train", Source(name="train", paths=self.train)),)
+    def sources_of(self, members: Collection[str]) -> tuple[int, ...]:
+        """Places in `all_sources` of those that a replica in these members reads: each of them holds the source."""
         return tuple(
-            (f"sources[{number}].paths", source)
-            for number, source in enumerate(self.sources or ())
-            if not source.members or member in source.members
+            place
+            for place, source in enumerate(self.all_sources)
+            if source.members is None or set(members) <= set(source.members)
         )
+
+    @property
+    def all_sources(self) -> tuple[Source, ...]:
+        return self.sources or (Source(name="train", paths=self.train or ()),)
+
+    def path_of(self, place: int) -> str:
+        """The field with the files of a source."""
+        return "training.data.train" if self.sources is None else f"training.data.sources[{place}].paths"
 
     def check(self) -> Iterator[Fault]:
         if (self.train is None) == (self.sources is None):

@@ -8,6 +8,7 @@ losses and bytes are counted as they come.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,6 +19,7 @@ from crosscloud_trainer.contract.reading import rule
 
 REPORT_VERSION = "report.crosscloud.dev/v1"
 REPORT_KEY = "report.json"  # the key in the ConfigMap
+_MOST_NATS = 700.0  # a double holds e to that power
 # RFC 3339 in UTC
 _TIME = (
     r"^[1-9][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
@@ -40,6 +42,11 @@ class Outcome(enum.Enum):
     FAILED = "Failed"
 
 
+def perplexity(loss: float) -> float:
+    """Of a mean loss per token, in nats: between how many tokens the model wavers, as it were."""
+    return math.exp(min(loss, _MOST_NATS))
+
+
 @dataclass(frozen=True)
 class Progress:
     """Counters of the replica.
@@ -56,7 +63,10 @@ class Progress:
     tokens_per_second: float = rule(0.0, minimum=0)
     loss: float | None = rule(None)
     first_loss: float | None = rule(None)
+    validation_step: int | None = rule(None, minimum=1)
     validation_loss: float | None = rule(None)
+    best_step: int | None = rule(None, minimum=1)  # the one with the lowest validation loss so far
+    best_validation_loss: float | None = rule(None)
     wan_bytes_sent: int = rule(0, minimum=0)
     wan_bytes_received: int = rule(0, minimum=0)
     dense_bytes: int = rule(0, minimum=0)  # what fp32 all-reduce at every step would have sent so far
@@ -68,6 +78,12 @@ class Progress:
     digest: str | None = rule(None)
     waiting_for: tuple[int, ...] = rule(())
     waiting_since: str | None = rule(None, pattern=_TIME)
+
+    @property
+    def perplexity(self) -> float | None:
+        """That of the last evaluation."""
+        return None if self.validation_loss is None else perplexity(self.validation_loss)
+
     checkpoint: StoredCheckpoint | None = rule(None)
 
 

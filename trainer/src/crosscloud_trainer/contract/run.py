@@ -101,6 +101,15 @@ class RunDocument:
         """SHA-256 of the canonical JSON text: handshakes compare it."""
         return hashlib.sha256(dump_json(self).encode()).hexdigest()
 
+    @property
+    def members(self) -> list[set[str]]:
+        """The members in which each replica runs, in the order of their numbers."""
+        return [{stage.member for stage in item.stages} for item in sorted(self.replicas, key=lambda item: item.index)]
+
+    def position(self, index: int) -> int:
+        """Where a replica stands in that order."""
+        return sorted(item.index for item in self.replicas).index(index)
+
     def replica(self, index: int) -> ReplicaPlan:
         return next(item for item in self.replicas if item.index == index)
 

@@ -19,6 +19,7 @@ from crosscloud_trainer.contract import (
     Home,
     InvalidDocument,
     JobRef,
+    JobSpec,
     Peer,
     PeerTable,
     ReplicaPlan,
@@ -47,7 +48,7 @@ _TRIES = 200
 
 @dataclass(frozen=True)
 class StageId:
-    """A stage of a replica: locally it has one pod, and a member of its own where its replica has several."""
+    """A stage of a replica, of which there are `stages`; locally it has one pod."""
 
     replica: int
     stage: int
@@ -60,10 +61,6 @@ class StageId:
     def label(self) -> str:
         """In names of files and of the member."""
         return f"{self.replica}-{self.stage}" if self.stages > 1 else str(self.replica)
-
-    @property
-    def member(self) -> str:
-        return f"local-{self.label}"
 
 
 class LocalPod:
@@ -224,7 +221,7 @@ class LocalJob:
                 incarnation=1,
                 zero_stage=spec.zero_stage_of(replica),
                 stages=tuple(
-                    StagePlan(place.stage, place.member, nodes=1, gpus_per_node=spec.gpus_of(replica))
+                    StagePlan(place.stage, _member(spec, place), nodes=1, gpus_per_node=spec.gpus_of(replica))
                     for place in self._places()
                     if place.replica == replica
                 ),
@@ -235,7 +232,7 @@ class LocalJob:
             api_version=RUN_VERSION,
             job=JobRef(namespace=manifest.namespace, name=manifest.name, uid=self.uid),
             attempt=number,
-            home=Home(number=1, member=self._places()[0].member),
+            home=Home(number=1, member=_member(spec, self._places()[0])),
             replicas=plans,
             sync=spec.sync,
             activations=spec.activations,
@@ -260,7 +257,7 @@ class LocalJob:
                 stage=place.stage,
                 node=0,
                 incarnation=1,
-                member=place.member,
+                member=_member(self.manifest.spec, place),
                 server_name=self._identity(number, place).server_name,
                 direct=LOOPBACK,
                 link_port=dialled.get(at, ports[at][0]),
@@ -299,3 +296,15 @@ def _hold(port: int, stack: ExitStack) -> bool:
     except OSError:
         return False
     return True
+
+
+def _member(spec: JobSpec, place: StageId) -> str:
+    """One of its own for each replica, or for each of its stages where it has several. Where data is only for some
+    members, those are played in turn, unless the replica's override names one.
+    """
+    sources = spec.training.data.all_sources if spec.training is not None else ()
+    named = sorted({member for source in sources for member in source.members or ()})
+    if not named:
+        return f"local-{place.label}"
+    override = spec.override(place.replica)
+    return override.members[0] if override and override.members else named[place.replica % len(named)]

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crosscloud_trainer.contract import Activity, dump
+from crosscloud_trainer.contract.report import perplexity
 from crosscloud_trainer.journal import LOSS_STEPS
 from crosscloud_trainer.launcher.state import Losses, RunState, Summary
 from crosscloud_trainer.sizes import bytes_text
@@ -231,7 +232,12 @@ def summary_lines(summary: Summary) -> list[str]:
         means = f"the first step's → mean of the last {LOSS_STEPS}"
         lines.append(f"loss        {summary.first_loss:.3f} → {summary.last_loss:.3f} ({means}, in training)")
     if summary.validation_loss is not None:
-        lines.append(f"validation  {summary.validation_loss:.3f} (the result's, on text that it was not trained on)")
+        lines.append(
+            f"validation  {summary.validation_loss:.3f}, perplexity {perplexity(summary.validation_loss):,.4g} "
+            "(the result's, on text that it was not trained on)"
+        )
+    if summary.best_step is not None and summary.best_validation_loss is not None:
+        lines.append(f"best        {summary.best_validation_loss:.3f} after step {summary.best_step}")
     if summary.ratio is not None:
         sent, dense = bytes_text(summary.wan_bytes), bytes_text(summary.dense_bytes)
         lines.append(f"WAN         {sent} sent; dense fp32 at every step: {dense}, {summary.ratio:,.0f} times as much")

@@ -136,7 +136,7 @@ def _train(
     else:
         starting("reading the text")
         with stop.at_once():  # reading much text takes minutes
-            found = write_corpus(run.training, len(run.replicas), folder)
+            found = write_corpus(run.training, run.members, run.position(pod.replica), folder)
         _say(f"data: {found}")
         if run.training.model.init_from is not None:
             starting("reading the weights to begin with")

@@ -181,6 +181,9 @@ class Summary:
     seconds: float
     report: str | None = None
     """The HTML page with plots."""
+    best_step: int | None = None
+    best_validation_loss: float | None = None
+    """The lowest that any replica measured, and after which step."""
 
     @property
     def ratio(self) -> float | None:
@@ -193,6 +196,8 @@ class Summary:
         wan, dense = state.wan()
         agreement = state.agreement()
         losses = state.losses()
+        evaluated = [part for part in parts if part.best_validation_loss is not None]
+        best = min(evaluated, key=lambda part: part.best_validation_loss or 0.0, default=None)
         completion = state.reports[0].completion if 0 in state.reports else None
         return cls(
             name=state.manifest.name,
@@ -209,6 +214,8 @@ class Summary:
             result=completion.result_uri if completion else None,
             checkpoint=completion.checkpoint_uri if completion else None,
             seconds=round(state.seconds, 1),
+            best_step=best.best_step if best else None,
+            best_validation_loss=best.best_validation_loss if best else None,
         )
 
 

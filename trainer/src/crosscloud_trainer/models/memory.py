@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from crosscloud_trainer.contract import Precision, Problem, RunDocument
+from crosscloud_trainer.data.tokens import BYTES, Vocabulary
 from crosscloud_trainer.environment import Memory
 from crosscloud_trainer.failures import invalid
 from crosscloud_trainer.models.presets import field_of, parameter_count
@@ -56,13 +57,15 @@ def needed(parameters: int, run: RunDocument, replica: int) -> Need:
     )
 
 
-def check_memory(run: RunDocument, replica: int, device: torch.device, host: Memory | None) -> None:
+def check_memory(
+    run: RunDocument, replica: int, device: torch.device, host: Memory | None, vocabulary: Vocabulary = BYTES
+) -> None:
     """Raises Failure(INVALID_INPUT) where the ranks of a pod of this replica don't fit into its memory.
 
     `host` is what all ranks of the pod have together, None where nobody knows.
     """
     model = run.training.model
-    parameters = parameter_count(model, run.training.sequence_length)
+    parameters = parameter_count(model, run.training.sequence_length, vocabulary)
     need, ranks = needed(parameters, run, replica), run.replica(replica).stages[0].gpus_per_node
     checks = []
     if device.type == "cuda":

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from crosscloud_trainer.contract import Model, ModelPreset, Problem
-from crosscloud_trainer.data.tokens import BOS_ID, EOS_ID, PAD_ID, VOCABULARY_SIZE
+from crosscloud_trainer.data.tokens import BYTES, Vocabulary
 from crosscloud_trainer.failures import invalid
 
 FIELD = "training.model"
@@ -82,20 +82,20 @@ _SIZES = frozenset(
 )
 
 
-def model_config(model: Model, sequence_length: int) -> PretrainedConfig:
+def model_config(model: Model, sequence_length: int, vocabulary: Vocabulary = BYTES) -> PretrainedConfig:
     """The configuration of `model`; Failure(INVALID_INPUT) names all that `transformers` or training doesn't take."""
     given = dict(_PRESETS[model.preset]) if model.preset else dict(model.config or {})
     field = field_of(model)
-    given.setdefault("vocab_size", VOCABULARY_SIZE)
+    given.setdefault("vocab_size", vocabulary.size)
     if model.preset:
         given["max_position_embeddings"] = max(2048, sequence_length)
     kind = given.pop("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         allowed = "must be a causal language model that the installed transformers knows, like llama or gpt2"
         raise invalid([Problem(f"{field}.model_type", kind, allowed)])
-    problems = list(_faults(kind, given, field))
+    problems = list(_faults(kind, given, field, vocabulary))
     wrong = {problem.path.rpartition(".")[2] for problem in problems}
-    given.update(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, use_cache=False)
+    given.update(bos_token_id=vocabulary.bos, eos_token_id=vocabulary.eos, pad_token_id=vocabulary.pad, use_cache=False)
     config = None
     try:
         config = AutoConfig.for_model(kind, **{name: value for name, value in given.items() if name not in wrong})
@@ -111,9 +111,9 @@ def model_config(model: Model, sequence_length: int) -> PretrainedConfig:
     return config
 
 
-def build_model(model: Model, sequence_length: int, seed: int) -> PreTrainedModel:
+def build_model(model: Model, sequence_length: int, seed: int, vocabulary: Vocabulary = BYTES) -> PreTrainedModel:
     """A causal language model in fp32 with weights drawn from `seed`: the same on every rank of every replica."""
-    config = model_config(model, sequence_length)
+    config = model_config(model, sequence_length, vocabulary)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:
@@ -124,9 +124,9 @@ def build_model(model: Model, sequence_length: int, seed: int) -> PreTrainedMode
         torch.random.set_rng_state(state)
 
 
-def parameter_count(model: Model, sequence_length: int) -> int:
+def parameter_count(model: Model, sequence_length: int, vocabulary: Vocabulary = BYTES) -> int:
     """Values in all parameters, a tied one once. Takes no memory for them."""
-    config = model_config(model, sequence_length)
+    config = model_config(model, sequence_length, vocabulary)
     try:
         return sum(parameter.numel() for parameter in _outline(config).parameters())
     except Exception as fault:  # as above
@@ -144,7 +144,7 @@ def _outline(config: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def _faults(kind: str, given: dict[str, Any], field: str) -> Iterator[Problem]:
+def _faults(kind: str, given: dict[str, Any], field: str, vocabulary: Vocabulary) -> Iterator[Problem]:
     """What can be said of single settings."""
     # transformers keeps names that it doesn't know as plain attributes: a slip of the pen would go unnoticed.
     try:
@@ -163,8 +163,9 @@ def _faults(kind: str, given: dict[str, Any], field: str) -> Iterator[Problem]:
         value = given[name]
         if not isinstance(value, int) or isinstance(value, bool):
             continue  # None is the type's own default, and transformers judges the rest
-        if name == "vocab_size" and value < VOCABULARY_SIZE:
-            allowed = f"must be at least {VOCABULARY_SIZE} for tokenizer Bytes; leave it out to get that"
+        if name == "vocab_size" and value < vocabulary.size:
+            whose = "tokenizer Bytes" if vocabulary == BYTES else "the ids of tokenizerFile"
+            allowed = f"must be at least {vocabulary.size} for {whose}; leave it out to get that"
             yield Problem(f"{field}.{name}", value, allowed)
         elif value < 1:
             yield Problem(f"{field}.{name}", value, "must be at least 1")
@@ -180,7 +181,7 @@ def _positions(config: PretrainedConfig, field: str, sequence_length: int) -> It
         yield Problem(f"{field}.{name}", positions, f"must be at least training.sequenceLength ({sequence_length})")
         return
     roomy = copy.deepcopy(config)
-    setattr(roomy, name, positions + PAD_ID + 1)
+    setattr(roomy, name, positions + (config.pad_token_id or 0) + 1)
     for path, module in _outline(roomy).named_modules():
         if isinstance(module, torch.nn.Embedding) and "position" in path and module.padding_idx is not None:
             first = module.padding_idx + 1  # as in RoBERTa: the padding's id and those below it are no positions
