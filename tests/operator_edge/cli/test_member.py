@@ -320,7 +320,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         "found 'a b/'; must be a host name or an IP address",
     ),
     "a member that isn't there": (("member", "remove", "north"), "there is no member 'north'"),
-    "an unknown command": (("members",), "No such command 'members'; must be one of fetch, member, status"),
+    "an unknown command": (("members",), "No such command 'members'; must be one of fetch, init, member, status"),
     "an unknown command for members": (("member", "delete"), "must be one of add, list, remove"),
     "a job with its namespace": (("status", "ml/busy"), "found 'ml/busy'; must be the job's name alone: `busy -n ml`"),
     "a job with capitals": (("fetch", "Busy", "x"), "found 'Busy'; must be at most 63"),
