@@ -77,7 +77,7 @@ def test_replicas_are_placed_only_where_there_is_data_for_them() -> None:
         (([["east"], None]), ("north", "west"), ()),
     ):
         made = read(replicas=2, replicaOverrides=pinned, training=data_for(*members))
-        assert [need.members for need in request(made, SETTINGS).stages] == [first, second]
+        assert [need.members for need in request(made, SETTINGS).replicas] == [first, second]
 
 
 def test_a_replica_pinned_to_a_member_without_data_is_refused() -> None:

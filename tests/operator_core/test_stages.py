@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import re
+
 import pytest
 from operator_core.players import TWO_STAGES, Lab, end_pod, job, lab, report, split_lab
 
 from crosscloud_operator.domain.documents import choose_home
 from crosscloud_operator.domain.record import PlacedNode, PlacedStage
-from crosscloud_operator.kube.api import EVENT, POD, Obj, Ref
+from crosscloud_operator.kube.api import CONFIG_MAP, EVENT, POD, Obj, Ref
 from crosscloud_trainer.contract import ExitCode
 
 
@@ -89,6 +92,20 @@ async def test_a_replica_has_done_its_work_when_its_first_stage_says_so() -> Non
     for replica in (0, 1):
         report(scene.world, pod_of(scene, replica, 0), "Ended", "Succeeded", step=10)
     await scene.until(lambda: scene.status().is_true("Succeeded"))
+
+
+async def test_only_the_member_of_the_first_stage_is_believed_about_a_replica() -> None:
+    scene = await running()
+    report(scene.world, pod_of(scene, 1, 0), "Training", step=7)
+    east, west = scene.world.clusters["east"], scene.world.clusters["west"]
+    told = east.find(CONFIG_MAP, "demo-r1-report")
+    assert told is not None
+    lie = copy.deepcopy(told)
+    lie["data"]["report.json"] = lie["data"]["report.json"].replace('"step": 7', '"step": 9')
+    lie["data"]["report.json"] = re.sub(r'"sequence": (\d+)', r'"sequence": 9\1', lie["data"]["report.json"])
+    west.put(lie)
+    await scene.look()
+    assert scene.status().replica_statuses[1].step == 7
 
 
 async def test_later_stages_that_no_member_has_room_for_keep_the_job_waiting() -> None:

@@ -14,7 +14,7 @@ from crosscloud_operator.domain.inventory import Snapshot
 from crosscloud_operator.domain.lifecycle import Found, Site, current
 from crosscloud_operator.domain.names import JobId
 from crosscloud_operator.domain.observed import PodState
-from crosscloud_operator.domain.record import JobStatus
+from crosscloud_operator.domain.record import JobStatus, PlacedStage
 from crosscloud_operator.domain.settings import JobSettings
 from crosscloud_operator.domain.spec import Job
 from crosscloud_operator.kube.api import (
@@ -181,33 +181,48 @@ async def old_gateways(job: Job, status: JobStatus, reach: Reach) -> tuple[Remov
 
 def cached_reports(world: World, job: Job, status: JobStatus) -> dict[int, Report]:
     """The replicas' last words that the informers have seen."""
-    raws: list[Obj] = []
-    for member in sorted({stage.member for stage in status.plan}):
+    found: dict[int, Report] = {}
+    for member, stages in _first_stages(status).items():
         cache = world.cache(member, CONFIG_MAP)
-        raws += [raw for raw in (cache.objects() if cache else ()) if _in_namespace(raw, job.id)]
-    return observed.replica_reports(raws, job.id, current(status).number, status.plan)
+        raws = [raw for raw in (cache.objects() if cache else ()) if _in_namespace(raw, job.id)]
+        found |= observed.replica_reports(raws, job.id, current(status).number, stages)
+    return found
 
 
 async def fresh_reports(job: Job, status: JobStatus, replicas: Iterable[int], reach: Reach) -> dict[int, Report]:
     """The last words of these replicas as their API servers have them now: read before a replica is called lost."""
     wanted = set(replicas)
-    stages = [stage for stage in status.plan if stage.replica in wanted]
+    first = {
+        member: asked
+        for member, stages in _first_stages(status).items()
+        if (asked := [stage for stage in stages if stage.replica in wanted])
+    }
 
     async def look(member: str, client: Cluster) -> list[Obj]:
-        own = sorted({stage.replica for stage in stages if stage.member == member})
-        refs = [Ref(CONFIG_MAP, names.report(job.id.name, replica), job.id.namespace) for replica in own]
+        refs = [Ref(CONFIG_MAP, names.report(job.id.name, stage.replica), job.id.namespace) for stage in first[member]]
         found = await asyncio.gather(*(client.get(ref) for ref in refs))
         return [raw for raw in found if raw is not None]
 
-    answers = await reach.each(sorted({stage.member for stage in stages}), look)
-    raws = [raw for items in answers.values() for raw in items]
-    return observed.replica_reports(raws, job.id, current(status).number, stages)
+    answers = await reach.each(sorted(first), look)
+    told: dict[int, Report] = {}
+    for member, raws in answers.items():
+        told |= observed.replica_reports(raws, job.id, current(status).number, first[member])
+    return told
 
 
 def replicas_in_reach(world: World, status: JobStatus) -> set[int]:
-    """Replicas of the plan in members that have a MemberCluster: of the others nothing can be heard any more."""
+    """Replicas that report in members that have a MemberCluster: of the others nothing can be heard any more."""
     known, _ = _known_members(world, status)
-    return {stage.replica for stage in status.plan if stage.member in known}
+    return {stage.replica for member, stages in _first_stages(status).items() if member in known for stage in stages}
+
+
+def _first_stages(status: JobStatus) -> dict[str, list[PlacedStage]]:
+    """By member, the stages that speak for their replicas: nobody else's word on a replica counts."""
+    found: dict[str, list[PlacedStage]] = {}
+    for stage in status.plan:
+        if stage.stage == 0:
+            found.setdefault(stage.member, []).append(stage)
+    return found
 
 
 async def attempt_objects(world: World, job: Job, status: JobStatus, reach: Reach) -> tuple[Found, ...]:

@@ -141,10 +141,12 @@ def end_of(raw: Obj) -> End | None:
 
 
 def replica_reports(
-    config_maps: Iterable[Obj], job: names.JobId, attempt: int, plan: Sequence[PlacedStage]
+    config_maps: Iterable[Obj], job: names.JobId, attempt: int, stages: Sequence[PlacedStage]
 ) -> dict[int, Report]:
-    """The last word of each replica in this attempt and incarnation; what is older or unreadable is passed over."""
-    expected = {names.report(job.name, stage.replica): stage for stage in plan}
+    """The last word of each replica whose first stage is given, in this attempt and incarnation, from that stage's
+    member; what is older or unreadable is passed over.
+    """
+    expected = {names.report(job.name, stage.replica): stage for stage in stages}
     found: dict[int, Report] = {}
     for raw in config_maps:
         stage = expected.get(raw["metadata"]["name"])

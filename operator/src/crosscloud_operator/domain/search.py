@@ -44,7 +44,7 @@ def search(needs: Sequence[ReplicaNeed], usable: Usable) -> list[PlacedStage] | 
     found = _Pass(steps, usable, len(steps), tries).run()
     if found is None:
         return None
-    for most in range(boundaries(found)):
+    for most in range(_least_boundaries(needs, usable), boundaries(found)):
         if tries <= 0:
             break
         attempt = _Pass(steps, usable, most, tries)
@@ -58,6 +58,15 @@ def boundaries(stages: Sequence[PlacedStage]) -> int:
     """How many neighbouring stages of one replica lie in different members."""
     members = {(stage.replica, stage.stage): stage.member for stage in stages}
     return sum(members.get((replica, stage + 1), member) != member for (replica, stage), member in members.items())
+
+
+def _least_boundaries(needs: Sequence[ReplicaNeed], usable: Usable) -> int:
+    """How many there must be at least: one in each replica that finds no member with room for all of it, were all of
+    the size of the smallest.
+    """
+    smallest = min(need.gpus * need.stages for need in needs)
+    whole = sum(sum(node.free for node in nodes) // smallest for nodes in usable.values())
+    return max(0, len(needs) - whole)
 
 
 def room_for(gpus: int, stages: int, rooms: Iterable[tuple[str, int]]) -> tuple[int, int]:
@@ -99,6 +108,7 @@ class _Pass:
         self._steps = steps
         self._usable = {name: tuple(nodes) for name, nodes in sorted(usable.items())}
         self._free = {name: {node.name: node.free for node in nodes} for name, nodes in self._usable.items()}
+        self._room = {name: sum(free.values()) for name, free in self._free.items()}
         pools: dict[tuple[str, str], list[str]] = {}
         for name, nodes in self._usable.items():
             for node in nodes:
@@ -151,6 +161,7 @@ class _Pass:
         self._placed.append(stage)
         for node in stage.nodes:
             self._free[stage.member][node.name] -= node.gpus
+            self._room[stage.member] -= node.gpus
 
     def _give_back(self) -> None:
         stage = self._placed.pop()
@@ -158,6 +169,7 @@ class _Pass:
         self._left += before is not None and before != stage.member
         for node in stage.nodes:
             self._free[stage.member][node.name] += node.gpus
+            self._room[stage.member] += node.gpus
 
     def _choices(self) -> Iterator[PlacedStage]:
         """Every way to place the next stage, the best first: in the member of the stage before it, then where most of
@@ -165,8 +177,7 @@ class _Pass:
         """
         need, stage = self._steps[len(self._placed)]
         before, rest = self._before(), need.stages - stage
-        allowed = [name for name in self._usable if not need.members or name in need.members]
-        room = {name: sum(self._free[name].values()) for name in allowed}
+        room = {name: self._room[name] for name in self._usable if not need.members or name in need.members}
         if before is not None and (self._left or room[before] >= rest * need.gpus):
             for count in _divisors(need.gpus):
                 yield from self._in(before, need, stage, count)
@@ -183,7 +194,7 @@ class _Pass:
     def _rank(self, member: str, need: ReplicaNeed, rest: int) -> tuple[int, int, int]:
         free = self._free[member]
         fit, taken = room_for(need.gpus, rest, ((node.pool, free[node.name]) for node in self._usable[member]))
-        return -fit, taken, -sum(free.values())
+        return -fit, taken, -self._room[member]
 
     def _in(self, member: str, need: ReplicaNeed, stage: int, count: int) -> Iterator[PlacedStage]:
         """Every way to place the stage on `count` nodes of one pool of the member."""
