@@ -208,8 +208,8 @@ def test_a_replica_is_split_only_over_members_that_hold_a_source_together() -> N
     assert [name for name, _ in where(held)] == ["b", "b", "c", "c"]
     refused = place(request(need(0, 1, stages=5, together=("a", "bc"))), members, {})
     assert reasons(refused)["a"] == (
-        "room for 3 of the 5 stages of replica 0, not for all of the job, of which the members of one replica must hold "
-        "a source of data together; free GPUs: n1 3"
+        "room for 3 of the 5 stages of replica 0, not for all of the job, of which the members of one replica must "
+        "hold a source of data together; free GPUs: n1 3"
     )
 
 
