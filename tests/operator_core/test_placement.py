@@ -28,8 +28,8 @@ def request(*needs: ReplicaNeed, **more: object) -> Request:
     return Request("ml", needs, **more)  # type: ignore[arg-type]
 
 
-def need(replica: int, gpus: int, *members: str, stages: int = 1) -> ReplicaNeed:
-    return ReplicaNeed(replica, gpus, stages, members=members)
+def need(replica: int, gpus: int, *members: str, stages: int = 1, together: tuple[str, ...] = ()) -> ReplicaNeed:
+    return ReplicaNeed(replica, gpus, stages, members=members, together=tuple(map(frozenset, together)))
 
 
 def where(placement: Placement) -> list[tuple[str, dict[str, int]]]:
@@ -58,17 +58,20 @@ def fewest_boundaries(needs: list[ReplicaNeed], free: Free) -> int | None:
     seen: dict[object, int | None] = {}
 
     def best(index: int, before: str, free: Free) -> int | None:
+        """`before`: the members of the replica's stages so far, in their order."""
         if index == len(steps):
             return 0
         each, stage = steps[index]
-        key = (index, before if stage else "", tuple(tuple(sorted(nodes.values())) for nodes in free.values()))
+        before = before if stage else ""
+        key = (index, before, tuple(tuple(sorted(nodes.values())) for nodes in free.values()))
         if key not in seen:
             found = [
-                rest + (stage > 0 and before != name)
+                rest + (stage > 0 and before[-1] != name)
                 for name, nodes in free.items()
                 if not each.members or name in each.members
+                if not each.together or any({*before, name} <= group for group in each.together)
                 for left in ways(each.gpus, nodes)
-                if (rest := best(index + 1, name, {**free, name: left})) is not None
+                if (rest := best(index + 1, before + name, {**free, name: left})) is not None
             ]
             seen[key] = min(found, default=None)
         return seen[key]
@@ -80,15 +83,23 @@ def fewest_boundaries(needs: list[ReplicaNeed], free: Free) -> int | None:
 @given(
     rooms=st.dictionaries(st.sampled_from("abc"), st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=1),
     shapes=st.lists(
-        st.tuples(st.integers(1, 6), st.integers(1, 4), st.sampled_from([(), ("a",), ("b", "c")])),
+        st.tuples(
+            st.integers(1, 6),
+            st.integers(1, 4),
+            st.sampled_from([(), ("a",), ("b", "c")]),
+            st.sampled_from([(), ("a", "bc"), ("ab", "bc")]),
+        ),
         min_size=1,
         max_size=3,
     ),
 )
 def test_a_job_is_placed_exactly_when_some_way_exists_over_as_few_boundaries_as_there_must_be(
-    rooms: dict[str, list[int]], shapes: list[tuple[int, int, tuple[str, ...]]]
+    rooms: dict[str, list[int]], shapes: list[tuple[int, int, tuple[str, ...], tuple[str, ...]]]
 ) -> None:
-    needs = [need(index, gpus, *members, stages=stages) for index, (gpus, stages, members) in enumerate(shapes)]
+    needs = [
+        need(index, gpus, *members, stages=stages, together=together)
+        for index, (gpus, stages, members, together) in enumerate(shapes)
+    ]
     members = [
         member(name, *(node(f"{name}{number}", free) for number, free in enumerate(frees)))
         for name, frees in rooms.items()
@@ -109,6 +120,8 @@ def test_a_job_is_placed_exactly_when_some_way_exists_over_as_few_boundaries_as_
         assert len({item.gpus for item in stage.nodes}) == 1, "every node of a stage runs as many ranks"
         assert len({item.name for item in stage.nodes}) == len(stage.nodes)
         assert not asked.members or stage.member in asked.members
+        lies = {item.member for item in found.stages if item.replica == stage.replica}
+        assert not asked.together or any(lies <= group for group in asked.together)
         for item in stage.nodes:
             free[stage.member][item.name] -= item.gpus
     assert all(left >= 0 for nodes in free.values() for left in nodes.values()), "no node is given away twice"
@@ -186,6 +199,18 @@ def test_a_pinned_replica_keeps_all_of_its_stages_in_its_members() -> None:
         "b": "room for 1 of the 2 stages of replica 0, not for all of the job; free GPUs: m1 2",
         "c": "no replica may run there, by replicaOverrides",
     }
+
+
+def test_a_replica_is_split_only_over_members_that_hold_a_source_together() -> None:
+    members = [member("a", node("n1", 3)), member("b", node("m1", 2)), member("c", node("k1", 2))]
+    assert [name for name, _ in where(place(request(need(0, 1, stages=4)), members, {}))] == ["a", "a", "a", "b"]
+    held = place(request(need(0, 1, stages=4, together=("a", "bc"))), members, {})
+    assert [name for name, _ in where(held)] == ["b", "b", "c", "c"]
+    refused = place(request(need(0, 1, stages=5, together=("a", "bc"))), members, {})
+    assert reasons(refused)["a"] == (
+        "room for 3 of the 5 stages of replica 0, not for all of the job, of which the members of one replica must "
+        "hold a source of data together; free GPUs: n1 3"
+    )
 
 
 def test_a_member_that_others_can_not_reach_takes_a_job_only_as_a_whole() -> None:

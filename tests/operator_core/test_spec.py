@@ -80,6 +80,15 @@ def test_replicas_are_placed_only_where_there_is_data_for_them() -> None:
         assert [need.members for need in request(made, SETTINGS).replicas] == [first, second]
 
 
+def test_the_stages_of_a_replica_lie_where_one_source_is_held_by_all_their_members() -> None:
+    for members, sets in (
+        ([["east", "west"], ["west", "north"]], ({"east", "west"}, {"west", "north"})),
+        ([["east"], None], ()),
+    ):
+        made = read(replica={"stages": 2}, training=data_for(*members))
+        assert all(need.together == tuple(map(frozenset, sets)) for need in request(made, SETTINGS).replicas)
+
+
 def test_a_replica_pinned_to_a_member_without_data_is_refused() -> None:
     pinned = [{"name": "a", "index": 0, "members": ["north"]}]
     with pytest.raises(InvalidJob) as fault:

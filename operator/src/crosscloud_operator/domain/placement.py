@@ -136,9 +136,10 @@ def _not_enough(request: Request, fitting: Sequence[ReplicaNeed], rooms: Sequenc
         return f"{len(fitting)} of {len(request.replicas)} replicas fit there one by one, not all at once"
     stages = {need.replica: room_for(need.gpus, need.stages, rooms)[0] for need in fitting}
     most = max(fitting, key=lambda need: (stages[need.replica], -need.replica))
-    return (
+    part = (
         f"room for {stages[most.replica]} of the {most.stages} stages of replica {most.replica}, not for all of the job"
     )
+    return part + (", of which the members of one replica must hold a source of data together" if most.together else "")
 
 
 def _shape(gpus: int, product: str | None) -> str:

@@ -18,18 +18,23 @@ from crosscloud_operator.domain.record import PlacedNode, PlacedStage
 MAX_TRIES = 2000  # choices of the first pass beyond one for each stage; the same again for all later ones together
 
 Usable = Mapping[str, Sequence[Node]]  # by member
-State = tuple[int, int, str, tuple[tuple[int, ...], ...]]
+State = tuple[int, int, tuple[str, ...], tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True)
 class ReplicaNeed:
-    """One replica: `stages` stages of `gpus` GPUs each. `members` narrows the choice; empty leaves it open."""
+    """One replica: `stages` stages of `gpus` GPUs each.
+
+    `members` narrows the choice, `together` are sets of members, within one of which all stages must lie; empty leaves
+    it open.
+    """
 
     replica: int
     gpus: int
     stages: int = 1
     zero_stage: int = 1
     members: tuple[str, ...] = ()
+    together: tuple[frozenset[str], ...] = ()
 
 
 def search(needs: Sequence[ReplicaNeed], usable: Usable) -> list[PlacedStage] | None:
@@ -153,7 +158,22 @@ class _Pass:
         rooms = tuple(
             tuple(sorted(self._free[member][name] for name in nodes)) for (member, _), nodes in self._pools.items()
         )
-        return rest, min(self._left, rest), (self._before() or "") if counts else "", rooms
+        need, stage = self._steps[len(self._placed)]
+        where = ((self._before() or "",) if counts else ()) + (
+            tuple(sorted(self._used(stage))) if need.together else ()
+        )
+        return rest, min(self._left, rest), where, rooms
+
+    def _used(self, stage: int) -> set[str]:
+        """The members of the replica's stages before this one."""
+        return {item.member for item in self._placed[len(self._placed) - stage :]}
+
+    def _allowed(self, need: ReplicaNeed, stage: int) -> list[str]:
+        names = [name for name in self._usable if not need.members or name in need.members]
+        if not need.together:
+            return names
+        used = self._used(stage)
+        return [name for name in names if any(used | {name} <= group for group in need.together)]
 
     def _put(self, stage: PlacedStage) -> None:
         before = self._before()
@@ -177,7 +197,7 @@ class _Pass:
         """
         need, stage = self._steps[len(self._placed)]
         before, rest = self._before(), need.stages - stage
-        room = {name: self._room[name] for name in self._usable if not need.members or name in need.members}
+        room = {name: self._room[name] for name in self._allowed(need, stage)}
         if before is not None and (self._left or room[before] >= rest * need.gpus):
             for count in _divisors(need.gpus):
                 yield from self._in(before, need, stage, count)

@@ -90,6 +90,7 @@ def request(job: Job, settings: JobSettings) -> Request:
                 stages=job.spec.stages_of(replica),
                 zero_stage=job.spec.zero_stage_of(replica),
                 members=_narrowed(override.members if override else (), holders),
+                together=_sharing(job.spec),
             )
         )
     return Request(
@@ -107,6 +108,14 @@ def data_members(spec: JobSpec) -> tuple[str, ...]:
     if any(source.members is None for source in sources):
         return ()
     return tuple(sorted({member for source in sources for member in source.members or ()}))
+
+
+def _sharing(spec: JobSpec) -> tuple[frozenset[str], ...]:
+    """Sets of members that hold a source together, where all data is for certain members: a replica's stages read the
+    same sequences, each in its own member.
+    """
+    sources = spec.training.data.all_sources if spec.training is not None and data_members(spec) else ()
+    return tuple(dict.fromkeys(frozenset(source.members or ()) for source in sources))
 
 
 def _narrowed(members: tuple[str, ...], holders: tuple[str, ...]) -> tuple[str, ...]:
