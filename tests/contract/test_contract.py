@@ -76,7 +76,7 @@ def strategy(kind: typing.Any, limits: contract.reading.Rule) -> st.SearchStrate
     if origin is tuple:
         item = dataclasses.replace(limits, min_items=None, max_items=None)
         unique = (lambda x: getattr(x, limits.unique) if limits.unique else x) if limits.unique is not None else None
-        top = min(limits.max_items or 3, 3)
+        top = min(limits.max_items or 3, 2 if dataclasses.is_dataclass(args[0]) else 3)
         return st.lists(strategy(args[0], item), min_size=limits.min_items or 0, max_size=top, unique_by=unique).map(
             tuple
         )
