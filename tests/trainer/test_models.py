@@ -9,9 +9,12 @@ import torch
 from trainer.jobs import TINY_MODEL
 from transformers import AutoModelForCausalLM
 
+from crosscloud_trainer import checkpoint
+from crosscloud_trainer.checkpoint import WEIGHTS, Checkpoint, CheckpointId, Part, Scope, Span
 from crosscloud_trainer.contract import ExitCode, Model, ModelPreset
 from crosscloud_trainer.data.tokenizer import byte_tokenizer
 from crosscloud_trainer.failures import Failure
+from crosscloud_trainer.layout import Index
 from crosscloud_trainer.models.presets import build_model
 from crosscloud_trainer.result import fill, write_result
 from crosscloud_trainer.storage import Storage
@@ -43,17 +46,27 @@ def test_the_seed_alone_decides_the_weights(config: dict[str, Any]) -> None:
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
+def stored_weights(storage: Storage, parameters: dict[str, torch.nn.Parameter]) -> Checkpoint:
+    """A checkpoint of these weights, in pieces of 700 elements."""
+    which = CheckpointId("u", "d", attempt=1, home=1, step=1, round=1)
+    index = Index.of({name: parameter.numel() for name, parameter in parameters.items()})
+    parts = [
+        Part(WEIGHTS, Scope.MODEL, Span(number, start, stop), parameters[item.name].detach().view(-1)[start:stop])
+        for number, item in enumerate(index.parameters)
+        for start in range(0, item.elements, 700)
+        for stop in [min(start + 700, item.elements)]
+    ]
+    chunks = checkpoint.write_chunks(storage, which, 0, 0, index, parts)
+    checkpoint.write_list(storage, which, 0, 0, {"chunks": chunks, "sections": {WEIGHTS: Scope.MODEL.value}})
+    state = {"parameters": [[item.name, item.elements] for item in index.parameters]}
+    return Checkpoint(checkpoint.write_manifest(storage, which, {0: 1}, state, lambda _: None))
+
+
 @pytest.mark.parametrize("config", [TINY_MODEL, {**TINY_MODEL, "tie_word_embeddings": True}, GPT2])
-def test_a_result_made_of_flat_parts_has_the_same_logits(config: dict[str, Any], tmp_path: Any) -> None:
+def test_a_result_made_of_pieces_has_the_same_logits(config: dict[str, Any], tmp_path: Any) -> None:
     trained = build_model(Model(config=config), 32, 1).eval()
-    flat = {name: parameter.detach().view(-1) for name, parameter in trained.named_parameters()}
-    parts = {
-        (name, start): values[start : start + 700]
-        for name, values in flat.items()
-        for start in range(0, len(values), 700)
-    }
     blank = build_model(Model(config=config), 32, 2)
-    fill(blank, parts)
+    fill(blank, stored_weights(Storage(str(tmp_path)), dict(trained.named_parameters())))
     write_result(Storage(str(tmp_path)), blank, {"job": "x"})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
     ids = torch.arange(32)[None] * 8
@@ -61,12 +74,11 @@ def test_a_result_made_of_flat_parts_has_the_same_logits(config: dict[str, Any],
         assert torch.equal(loaded(ids).logits, trained(ids).logits)
 
 
-def test_parts_that_leave_a_hole_are_refused() -> None:
+def test_weights_that_leave_a_hole_are_refused(tmp_path: Any) -> None:
     model = build_model(Model(config=TINY_MODEL), 32, 1)
-    parts = {(name, 0): p.detach().view(-1) for name, p in model.named_parameters()}
-    parts.pop(("model.norm.weight", 0))
+    others = {name: p for name, p in model.named_parameters() if name != "model.norm.weight"}
     with pytest.raises(ValueError, match="32 elements of the model have no value"):
-        fill(model, parts)
+        fill(model, stored_weights(Storage(str(tmp_path)), others))
 
 
 def test_the_tokenizer_turns_any_text_into_its_bytes_and_back() -> None:
