@@ -24,7 +24,7 @@ from crosscloud_trainer.contract import ExitCode, dump, read_peer_table
 from crosscloud_trainer.environment import ERROR_FILE, PARENT, PodEnvironment, read_attempt
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.launcher import network, ranks
-from crosscloud_trainer.launcher.attempt import LocalJob, free_ports
+from crosscloud_trainer.launcher.attempt import LocalJob, StageId, free_ports
 from crosscloud_trainer.launcher.manifest import read_manifest
 from crosscloud_trainer.launcher.pod import Stop
 
@@ -183,7 +183,7 @@ def pod(tmp_path: Path) -> dict[str, str]:
         for item in job.start(1, held):
             item.end(signal.SIGKILL)
             item.wait(60)
-    return job._environment(tmp_path / "attempt-1", 1, range(20000, 20003))
+    return job._environment(tmp_path / "attempt-1", StageId(1, 0, 1), range(20000, 20003))
 
 
 def test_the_master_is_the_pod_with_rank_0_whatever_order_the_peer_table_has(pod: dict[str, str]) -> None:
