@@ -26,7 +26,7 @@ def main(folder: Path, replica: int) -> None:
         0, folder / f"tls-{replica}", folder / "peers.json", {"run document": run.digest()}, Authority(1, 0, 0)
     ) as link:
         reducer = Reducer(used, INDEX, owned, error_feedback=True)
-        exchange = LinkExchange(link, run, INDEX, used, mine, replica, 0, 0, reducer)
+        exchange = LinkExchange(link, run, INDEX, used, mine, replica, 0, reducer)
         exchange.connect(200)
         digests = []
         for number in (1, 2, 3):

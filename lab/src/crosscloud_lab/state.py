@@ -125,9 +125,9 @@ def lab_document(spec: LabSpec) -> dict[str, Any]:
 
 
 def _remove_tree(folder: Path) -> None:
-    if not folder.exists():
-        return
     try:
-        shutil.rmtree(folder)
+        while folder.exists():
+            with suppress(FileNotFoundError):  # what someone else removes at the same time is removed too
+                shutil.rmtree(folder)
     except OSError as error:
         raise LabError(f"{folder} can't be removed: {error.strerror} ({error.filename})") from error

@@ -28,7 +28,7 @@ from crosscloud_trainer.launcher.tensorboard import EventFiles, event_files
 from crosscloud_trainer.launcher.workspace import work_folder
 
 _POLL_SECONDS = 0.1
-_GRACE_SECONDS = 30.0
+_GRACE_SECONDS = 60.0
 _NEVER_RAN_LIMIT = 5  # attempts in a row that never started: on one machine, waiting longer doesn't help
 
 
