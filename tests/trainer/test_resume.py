@@ -191,8 +191,10 @@ def test_a_disk_that_is_full_ends_the_job_in_the_end_and_leaves_the_last_good_ch
         assert events[-1]["last"] is True
         assert "No space left on device; make room there" in events[-1]["message"]
         assert run.log(1).count("is not stored, training goes on") == 3
-        uris = [item["uri"] for item in run.checkpoints]
-        assert [str(path) for path in disk.glob("attempt-1/home-1/step-*/manifest.json")] == uris[:1]
+        stored = {str(path) for path in disk.glob("attempt-1/home-1/step-*/manifest.json")}
+        kept = [item["uri"] for item in run.checkpoints]
+        assert set(kept) <= stored  # and perhaps an older one, whose deletion wasn't acknowledged yet
+        assert len(stored) <= len(kept) + 1
         assert len(run.chunks()) == 1
     finally:
         subprocess.run(["umount", str(disk)], check=True)
