@@ -133,7 +133,7 @@ def test_as_many_checkpoints_stay_as_the_manifest_says(runs: dict[str, Run]) -> 
         kept = {item["uri"] for item in run.checkpoints}
         assert len(kept) == 2
         assert kept <= stored
-        assert len(stored) <= 3  # the last acknowledgement may come after the last look for one
+        assert len(stored) <= 5  # at the end some are there whose deletion wasn't acknowledged in time
 
 
 def test_damage_is_told_and_another_layout_goes_on_from_the_checkpoint_before(

@@ -74,7 +74,10 @@ class Steps:
 
     def _save(self, number: int) -> None:
         """After a round, in which all replicas have come to the same step."""
-        leaving = self.meeting.exchange.leaving or ((self.meeting.exchange.replica,) if self._leaves else ())
+        exchange = self.meeting.exchange
+        # Only what was said in the round counts: under AllReduce the others hear of a wish to end one step later.
+        alone = len(exchange.view) == 1
+        leaving = ((exchange.replica,) if self._leaves else ()) if alone else exchange.leaving
         if leaving:
             self.saver.last(number)
             who = "this replica was" if self._leaves else f"replica {', '.join(map(str, leaving))} was"
