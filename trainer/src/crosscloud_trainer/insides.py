@@ -61,12 +61,16 @@ class Insides(Protocol):
 class _Flat:
     """ZeRO 1 to 3: the rank has one flat fp32 shard with a flat gradient."""
 
+    NAMES: tuple[str, ...]
+    """What DeepSpeed's optimizer must have; the first one holds the shard."""
+
     def __init__(self, zero: Any, optimizer: ShardOptimizer, names: Mapping[int, str]) -> None:
         self._zero, self._optimizer, self._names = zero, optimizer, names
         self._intervals: tuple[Interval, ...] = ()
 
     def flat(self) -> torch.Tensor:
-        raise NotImplementedError
+        flat: torch.Tensor = getattr(self._zero, self.NAMES[0])[0]
+        return flat
 
     def bind(self, index: Index, intervals: tuple[Interval, ...]) -> list[torch.Tensor]:
         self._intervals = intervals
@@ -112,10 +116,6 @@ class _Partitioned(_Flat):
         "update_lp_params",
     )
 
-    def flat(self) -> torch.Tensor:
-        flat: torch.Tensor = self._zero.single_partition_of_fp32_groups[0]
-        return flat
-
     def intervals(self, index: Index, rank: int) -> tuple[Interval, ...]:
         order = [self._names[id(p)] for p in self._zero.bit16_groups[0]]
         return contiguous_shard(index, order, int(self._zero.partition_size[0]), rank)
@@ -135,10 +135,6 @@ class _Split(_Flat):
         "_partition_all_parameters",
         "_reassign_or_swap_out_partitioned_parameters",
     )
-
-    def flat(self) -> torch.Tensor:
-        flat: torch.Tensor = self._zero.fp32_partitioned_groups_flat[0]
-        return flat
 
     def intervals(self, index: Index, rank: int) -> tuple[Interval, ...]:
         order = [self._names[id(p)] for p in self._zero.fp16_groups[0]]
