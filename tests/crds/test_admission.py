@@ -63,6 +63,27 @@ BAD_SPECS: list[tuple[str, Mapping[str, Any], str]] = [
         {"replicaOverrides": [override(members=[f"m{number}" for number in range(17)])]},
         "replicaOverrides[0].members",
     ),
+    (
+        "members of stages beside members",
+        {"replicaOverrides": [override(members=["east"], stageMembers=["west"])]},
+        "replicaOverrides",
+    ),
+    (
+        "fewer members than stages",
+        {"replica.stages": 2, "replicaOverrides": [override(stageMembers=["west"])]},
+        "replicaOverrides",
+    ),
+    (
+        "more members than the override's stages",
+        {"replica.stages": 2, "replicaOverrides": [override(stages=1, stageMembers=["west", "east"])]},
+        "replicaOverrides",
+    ),
+    ("no member of a stage", {"replicaOverrides": [override(stageMembers=[])]}, "replicaOverrides[0].stageMembers"),
+    (
+        "a stage's member in capitals",
+        {"replicaOverrides": [override(stageMembers=["West"])]},
+        "replicaOverrides[0].stageMembers[0]",
+    ),
     ("no GPUs in an override", {"replicaOverrides": [override(gpusPerStage=0)]}, "replicaOverrides[0].gpusPerStage"),
     ("a batch that the ranks can't share", {"replica.gpusPerStage": 3}, "training.batchSize"),
     (

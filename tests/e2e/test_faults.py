@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 
 from cloud import Cloud, tiny_job, wait_for
 
 
-def test_a_killed_pod_ends_the_attempt_and_the_next_one_succeeds(cloud: Cloud) -> None:
-    cloud.apply("hub", tiny_job("mortal", replicas=2, gpus=2, tokens=100_000))
-    cloud.wait_for_reason("mortal", "Training", seconds=400)
+def test_a_killed_pod_ends_the_attempt_and_the_next_one_goes_on_from_the_checkpoint(cloud: Cloud) -> None:
+    cloud.apply("hub", tiny_job("mortal", replicas=2, gpus=2, tokens=300_000, checkpoint={"everySteps": 20}))
+    wait_for("a checkpoint", lambda: cloud.job("mortal").get("status", {}).get("checkpoints"), seconds=400)
     victim = cloud.pods("mortal", "east") or cloud.pods("mortal", "west")
     where = "east" if cloud.pods("mortal", "east") else "west"
     name = victim[0]["metadata"]["name"]
@@ -24,6 +25,11 @@ def test_a_killed_pod_ends_the_attempt_and_the_next_one_succeeds(cloud: Cloud) -
     assert not first, "attempt 2 starts when all pods of attempt 1 are gone"
     cloud.wait_for_reason("mortal", "Succeeded", seconds=600)
     assert cloud.job("mortal")["status"]["restarts"] == 1
+    selector = ("-n", "ml", "-l", "crosscloud.dev/job=mortal,crosscloud.dev/replica", "-c", "trainer", "--tail=-1")
+    logs = "".join(cloud.kubectl(member, "logs", *selector) for member in ("east", "west"))
+    resumed = [int(step) for step in re.findall(r"resumed from s3://crosscloud/mortal/attempt-1/\S+: step (\d+)", logs)]
+    assert len(resumed) == 2, "each replica says where it goes on"
+    assert resumed[0] == resumed[1] >= 20
     cloud.delete_job("mortal")
 
 

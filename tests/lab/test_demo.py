@@ -28,7 +28,9 @@ crosscloud_trainer_seconds_total{{activity="compute",replica="{replica}",trainin
 def story(reason: str, message: str, *samples: Sample, **progress: Any) -> Story:
     condition = {"type": "Running", "reason": reason, "message": message}
     status = {"conditions": [condition], "progress": progress, "replicaStatuses": [], "plan": []}
-    return Story({"spec": {"sync": {"innerSteps": 20}}, "status": status}, list(samples))
+    return Story(
+        {"spec": {"sync": {"innerSteps": 20}, "training": {"evaluateEvery": 20}}, "status": status}, list(samples)
+    )
 
 
 def sample(seconds: float, step: int, loss: float | None = 3.0, validation: float | None = None) -> Sample:
@@ -82,10 +84,11 @@ def test_while_it_trains_the_demo_tells_step_loss_and_bytes() -> None:
     assert mean_speed(trains) == (4000 - 100) / 8
 
 
-def test_rounds_and_evaluations_are_found_where_they_were_seen_first() -> None:
+def test_rounds_are_found_where_they_were_seen_first_and_evaluations_once_all_replicas_have_told() -> None:
     seen = [sample(1, 5), sample(2, 21, validation=3.1), sample(3, 39, validation=3.1), sample(4, 40, validation=2.9)]
+    seen.append(sample(5, 41, validation=2.8))
     assert [item.seconds for item in rounds(seen, 20)] == [2, 4]
-    assert validations(seen) == [(21, 3.1), (40, 2.9)]
+    assert validations(seen, 20) == [(20, 3.1), (40, 2.8)]
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

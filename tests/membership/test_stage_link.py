@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,13 @@ import torch
 from link.yard import DEADLINE, Yard, until
 
 from crosscloud_trainer.compress import Codec, codec_named
-from crosscloud_trainer.link import Link, Message, MessageType, RankId
+from crosscloud_trainer.contract import Activity
+from crosscloud_trainer.journal import Journal
+from crosscloud_trainer.link import Authority, Link, Message, MessageType, RankId
 from crosscloud_trainer.link.mail import Mail
+from crosscloud_trainer.meeting import Meeting, Watch
+from crosscloud_trainer.membership.solo import SoloExchange
+from crosscloud_trainer.reporting import Status
 from crosscloud_trainer.stage_link import Boundary, StageFault, StageLeaders, StageLink
 
 PEERS = [RankId(0, stage, 0, 0) for stage in range(3)]
@@ -115,6 +121,30 @@ def test_activations_go_on_over_a_link_that_was_cut(tmp_path: Path) -> None:
         until(lambda: not any(state.connected for state in first.link.states().values()), "the cut is noticed")
         road.heal()
         assert torch.equal(second.neighbours.receive_activation(1), values + 1)
+
+
+def test_a_step_that_waits_for_a_stage_out_of_reach_says_so_until_the_link_returns(tmp_path: Path) -> None:
+    yard = Yard.of_stages(tmp_path, 2)
+    with yard.behind_wan(1) as road, stages(yard, 2) as (first, second):
+        meeting = Meeting(SoloExchange(0, Authority(1, 0, 0)), second.link, stages=second.neighbours)
+        watch = Watch(meeting, Journal(10, 0.0))
+        training = Status(home=1, activity=Activity.TRAINING)
+        values = torch.randn(64, 1000)
+        first.neighbours.send_activation(0, values)
+        assert torch.equal(second.neighbours.receive_activation(0), values)
+        road.cut_after(50_000)
+        first.neighbours.send_activation(1, values)
+        until(lambda: not any(state.connected for state in second.link.states().values()), "the cut is noticed")
+        assert watch.live(training).activity is Activity.TRAINING, "nothing waits for the link yet"
+        waits = threading.Thread(target=second.neighbours.receive_activation, args=(1,), daemon=True)
+        waits.start()
+        until(lambda: watch.live(training).activity is Activity.WAITING, "the wait is told")
+        assert watch.live(training).progress.waiting_for_stages == (0,)
+        assert watch.live(training).progress.waiting_since is not None
+        road.heal()
+        waits.join(DEADLINE)
+        assert watch.live(training) == replace(training, progress=watch.live(training).progress, term=0, view=0)
+        assert watch.live(training).progress.waiting_for_stages == ()
 
 
 def test_what_can_not_be_expected_is_an_error_that_names_the_peer(tmp_path: Path) -> None:

@@ -206,6 +206,12 @@ async def test_waiting_replicas_and_progress_are_told_by_reports_of_this_attempt
     assert scene.status().progress.wan_per_step == "1.5 MB"  # type: ignore[union-attr]  # in 3 steps
     assert condition.message == "replica 0 waits for replica 1"
     assert scene.status().replica_statuses[0].waiting_since == "2026-01-01T00:00:00Z"
+    waiting["progress"] = {**waiting["progress"], "waitingFor": [], "waitingForStages": [1]}
+    stale["data"]["report.json"] = json.dumps({**waiting, "sequence": 10**12 + 1})
+    await scene.turn()
+    condition = scene.status().condition("Running")
+    assert condition is not None
+    assert (condition.reason, condition.message) == ("WaitingForPeers", "replica 0 waits for its own stage 1")
     stale["data"]["report.json"] = "{not json"
     await scene.turn()
     assert scene.status().attempt.number == 1  # type: ignore[union-attr]

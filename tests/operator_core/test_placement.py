@@ -28,8 +28,12 @@ def request(*needs: ReplicaNeed, **more: object) -> Request:
     return Request("ml", needs, **more)  # type: ignore[arg-type]
 
 
-def need(replica: int, gpus: int, *members: str, stages: int = 1, together: tuple[str, ...] = ()) -> ReplicaNeed:
-    return ReplicaNeed(replica, gpus, stages, members=members, together=tuple(map(frozenset, together)))
+def need(
+    replica: int, gpus: int, *members: str, stages: int = 1, together: tuple[str, ...] = (), named: str = ""
+) -> ReplicaNeed:
+    """`named`: a letter for the member of each stage."""
+    sets = tuple(map(frozenset, together))
+    return ReplicaNeed(replica, gpus, stages, members=members, together=sets, stage_members=tuple(named))
 
 
 def where(placement: Placement) -> list[tuple[str, dict[str, int]]]:
@@ -68,7 +72,7 @@ def fewest_boundaries(needs: list[ReplicaNeed], free: Free) -> int | None:
             found = [
                 rest + (stage > 0 and before[-1] != name)
                 for name, nodes in free.items()
-                if not each.members or name in each.members
+                if name in (each.stage_members[stage : stage + 1] or each.members or free)
                 if not each.together or any({*before, name} <= group for group in each.together)
                 for left in ways(each.gpus, nodes)
                 if (rest := best(index + 1, before + name, {**free, name: left})) is not None
@@ -88,17 +92,18 @@ def fewest_boundaries(needs: list[ReplicaNeed], free: Free) -> int | None:
             st.integers(1, 4),
             st.sampled_from([(), ("a",), ("b", "c")]),
             st.sampled_from([(), ("a", "bc"), ("ab", "bc")]),
+            st.sampled_from(["", "", "abca", "bbcc"]),
         ),
         min_size=1,
         max_size=3,
     ),
 )
 def test_a_job_is_placed_exactly_when_some_way_exists_over_as_few_boundaries_as_there_must_be(
-    rooms: dict[str, list[int]], shapes: list[tuple[int, int, tuple[str, ...], tuple[str, ...]]]
+    rooms: dict[str, list[int]], shapes: list[tuple[int, int, tuple[str, ...], tuple[str, ...], str]]
 ) -> None:
     needs = [
-        need(index, gpus, *members, stages=stages, together=together)
-        for index, (gpus, stages, members, together) in enumerate(shapes)
+        need(index, gpus, *members, stages=stages, together=together, named=named[:stages])
+        for index, (gpus, stages, members, together, named) in enumerate(shapes)
     ]
     members = [
         member(name, *(node(f"{name}{number}", free) for number, free in enumerate(frees)))
@@ -119,7 +124,10 @@ def test_a_job_is_placed_exactly_when_some_way_exists_over_as_few_boundaries_as_
         assert sum(item.gpus for item in stage.nodes) == asked.gpus
         assert len({item.gpus for item in stage.nodes}) == 1, "every node of a stage runs as many ranks"
         assert len({item.name for item in stage.nodes}) == len(stage.nodes)
-        assert not asked.members or stage.member in asked.members
+        if asked.stage_members:
+            assert stage.member == asked.stage_members[stage.stage]
+        else:
+            assert not asked.members or stage.member in asked.members
         lies = {item.member for item in found.stages if item.replica == stage.replica}
         assert not asked.together or any(lies <= group for group in asked.together)
         for item in stage.nodes:

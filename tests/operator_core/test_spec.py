@@ -134,3 +134,20 @@ def test_a_plain_job_asks_for_each_replica_in_its_own_size() -> None:
         (4, 1, 1, ()),
         (2, 3, 2, ("west",)),
     ]
+
+
+def test_stages_that_are_named_a_member_each_are_asked_for_there() -> None:
+    overrides = [{"name": "split", "index": 1, "stages": 2, "stageMembers": ["west", "east"]}]
+    plain, split = request(read(replicaOverrides=overrides), SETTINGS).replicas
+    assert (plain.stage_members, split.stage_members) == ((), ("west", "east"))
+    assert not split.may_use("north")
+
+
+def test_stages_named_to_members_that_share_no_data_are_refused_by_name() -> None:
+    split = [{"name": "split", "index": 0, "stages": 2, "stageMembers": ["west", "east"]}]
+    read(replicaOverrides=split, training=data_for(["east", "west"], ["west"]))
+    with pytest.raises(InvalidJob) as fault:
+        read(replicaOverrides=split, training=data_for(["east"], ["west"]))
+    (problem,) = fault.value.problems
+    assert problem.path == "spec.replicaOverrides[0].stageMembers"
+    assert "must hold a source of data together" in problem.allowed

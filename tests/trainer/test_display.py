@@ -102,6 +102,8 @@ def test_a_replica_that_waits_says_for_whom(state: RunState) -> None:
     state.see(0, replace(report(0, 4, loss=2.0, waiting_for=(1,)), activity=Activity.WAITING))
     assert "waiting for replica 1" in shown(state)
     assert "step 4/8, loss 2.000, waiting for replica 1; " in status_line(state)
+    state.see(0, replace(report(0, 5, loss=2.0, waiting_for_stages=(1, 2)), activity=Activity.WAITING))
+    assert "waiting for its own stage 1, 2; " in status_line(state)
 
 
 def test_the_curve_keeps_the_whole_run_in_bounded_room(state: RunState) -> None:

@@ -43,7 +43,7 @@ def test_the_page_is_whole_and_asks_no_network_for_anything(state: RunState) -> 
     ]
     assert not re.search(r"https?:|<script|<link|<img|url\(", page)
     assert "4.7500 → 3.0000" in page
-    assert "16.0 kB sent; fp32 all-reduce at every step: 1.6 MB, 100 times as much" in page
+    assert "16.0 kB sent; in fp32 at every step: 1.6 MB, 100 times as much" in page
 
 
 def test_a_name_can_not_bring_markup_into_the_page(state: RunState) -> None:

@@ -132,7 +132,7 @@ _PROGRESS: tuple[tuple[str, str, bool, str], ...] = (
     ("tokens_per_second", "job_replica_tokens_per_second", False, "Tokens that the replica trains on per second."),
     ("wan_bytes_sent", "job_wan_bytes", True, "Bytes that the replica has sent to others over links."),
     ("wan_bytes_received", "job_wan_received_bytes", True, "Bytes that the replica has received over links."),
-    ("dense_bytes", "job_dense_bytes", True, "Bytes that fp32 all-reduce at every step would have sent so far."),
+    ("dense_bytes", "job_dense_bytes", True, "Bytes that an exchange in fp32 at every step would have sent so far."),
     ("skipped_steps", "job_skipped_steps", True, "Inner steps skipped for gradients that were not finite."),
     ("residual_norm", "job_residual_norm", False, "Norm of what encoding has lost and later updates bring."),
 )

@@ -28,7 +28,7 @@ class Journal:
     """Counters of one replica. The training thread writes; the status and metrics threads read."""
 
     def __init__(self, total_steps: int, dense_bytes_per_step: float) -> None:
-        """`dense_bytes_per_step` is what all-reduce in fp32 would send from this replica at each step."""
+        """`dense_bytes_per_step` is what this replica would send at each step in fp32."""
         self._lock = threading.Lock()
         self._dense_per_step = dense_bytes_per_step
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=_RATE_STEPS)

@@ -118,6 +118,14 @@ class Meeting:
         self.exchange, self.link, self.reducer = exchange, link, reducer
         self.stages, self.leaders = stages, leaders
 
+    def lost_stages(self) -> tuple[int, ...]:
+        """Stages of this replica that this rank has met and has no connection to now; any thread may ask."""
+        if self.link is None:
+            return ()
+        own = self.link.me.rank.replica
+        lost = (peer for peer, state in self.link.states().items() if not state.connected)
+        return tuple(sorted({peer.stage for peer in lost if peer.replica == own}))
+
     def totals(self, device: torch.device) -> ReplicaTotals:
         """Sums over all ranks of this replica."""
         group = TorchGroup(device)
@@ -226,7 +234,7 @@ class Watch:
         self._stall = Stall(_STALL_SECONDS)
 
     def live(self, status: Status) -> Status:
-        """The status with progress, view and what a round waits for."""
+        """The status with progress, view and what a round, or a step in stages, waits for."""
         exchange = self._meeting.exchange
         self._journal.settled(exchange.settled_round)
         progress = self._journal.progress
@@ -238,10 +246,11 @@ class Watch:
         stalled = self._stall.since(waiting.since if waiting else None, self._moved() if waiting else 0, time.time())
         if waiting is not None and stalled is not None:
             activity = Activity.WAITING
-            since = datetime.fromtimestamp(stalled, UTC).isoformat(timespec="seconds")
-            progress = replace(
-                progress, waiting_for=tuple(waiting.replicas), waiting_since=since.replace("+00:00", "Z")
-            )
+            progress = replace(progress, waiting_for=tuple(waiting.replicas), waiting_since=_told(stalled))
+        since = self._meeting.stages.awaited_since if self._meeting.stages is not None else None
+        if since is not None and (lost := self._meeting.lost_stages()):
+            activity = Activity.WAITING
+            progress = replace(progress, waiting_for_stages=lost, waiting_since=_told(since))
         authority = exchange.authority
         return replace(
             status,
@@ -256,6 +265,11 @@ class Watch:
         """Bytes of rounds that this rank's link has moved, either way; heartbeats go on while a round stands still."""
         peers = self._meeting.link.traffic() if self._meeting.link is not None else []
         return sum(count[kind] for peer in peers for count in (peer.sent, peer.received) for kind in (PAYLOAD, RESULT))
+
+
+def _told(seconds: float) -> str:
+    """A time in seconds since 1970 as documents have it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def count_traffic(meeting: Meeting, journal: Journal, replica: ReplicaTotals, place: Place) -> None:

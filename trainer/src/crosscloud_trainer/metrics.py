@@ -49,7 +49,7 @@ class RunCollector(Collector):
             ("steps", "Inner steps planned", progress.total_steps),
             ("round", "Rounds done", progress.round),
             ("tokens_per_second", "Tokens trained per second, mean over the last steps", progress.tokens_per_second),
-            ("compression_ratio", "Bytes of fp32 all-reduce at every step over those that were sent", ratio),
+            ("compression_ratio", "Bytes of an exchange in fp32 at every step over those that were sent", ratio),
             ("unsaved_steps", "Inner steps since the last checkpoint, or since the start", unsaved),
             ("residual_norm", "Norm of what encoding has lost and later updates bring", progress.residual_norm),
         ):
@@ -60,7 +60,9 @@ class RunCollector(Collector):
         journal, progress = self._journal, self._journal.progress
         yield self._counter("tokens", "Tokens trained", progress.tokens)
         yield self._counter("skipped_steps", "Steps skipped for gradients that were not finite", progress.skipped_steps)
-        yield self._counter("dense_bytes", "What fp32 all-reduce at every step would have sent", progress.dense_bytes)
+        yield self._counter(
+            "dense_bytes", "What an exchange in fp32 at every step would have sent", progress.dense_bytes
+        )
         seconds = self._labelled("seconds", "Time by activity", "activity")
         for activity, value in journal.seconds.items():
             seconds.add_metric([*self._own, activity], max(0.0, value))

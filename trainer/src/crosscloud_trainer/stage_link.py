@@ -59,6 +59,11 @@ class StageLink:
             if boundary is not None:
                 link.connect(boundary.peer)
 
+    @property
+    def awaited_since(self) -> float | None:
+        """Since when, in seconds since 1970, this rank waits for a word of another stage; any thread may ask."""
+        return self._mail.stage_awaited_since
+
     def send_activation(self, micro_batch: int, values: torch.Tensor) -> None:
         self._send(_given(self._after), MessageType.ACTIVATION, micro_batch, values)
 

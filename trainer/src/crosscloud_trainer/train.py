@@ -58,7 +58,7 @@ from crosscloud_trainer.resuming import Resumer
 from crosscloud_trainer.retention import Retention
 from crosscloud_trainer.saving import Saver
 from crosscloud_trainer.schedule import steps_for, warmup_cosine
-from crosscloud_trainer.sizes import wan_bytes
+from crosscloud_trainer.sizes import FP32_BYTES, wan_bytes
 from crosscloud_trainer.steps import Steps, build_algorithm
 from crosscloud_trainer.stopping import Stop
 from crosscloud_trainer.tasks.causal import CausalTask
@@ -95,8 +95,7 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
         initial.load(model, training.model.init_from, Path(environ[DATA_FOLDER]) / INITIAL_FOLDER)
     torch.manual_seed(seed_of(training.seed, pod.replica, place.number))  # of dropout: no two ranks drop alike
     trained = build_engine(*stage_of(model, place), place, steps)
-    sizes = [parameter.elements for parameter in trained.index.parameters]
-    journal = Journal(steps, wan_bytes("None", sizes, len(run.replicas)))
+    journal = Journal(steps, dense_bytes(place, trained.index, model))
 
     say(status, "meeting the other replicas")
     with meet_replicas(place, trained, corpus.agreement(training), deadline, hidden_size(model)) as meeting:
@@ -146,6 +145,17 @@ def stage_of(model: PreTrainedModel, place: Place) -> tuple[torch.nn.Module, eng
     names = engine.parameter_names(model)
     index = Index.of({names[id(p)]: p.numel() for p in model.parameters() if p.requires_grad})
     return Stage(model, place.pod.stage, place.stages), engine.Whole(index, names)
+
+
+def dense_bytes(place: Place, index: Index, model: PreTrainedModel) -> float:
+    """What this replica would send over the WAN at each step in fp32: its part of an all-reduce, and what passes
+    between stages in different members, there and back.
+    """
+    run = place.attempt.run
+    sizes = [parameter.elements for parameter in index.parameters]
+    values = run.training.batch_size * run.training.sequence_length * hidden_size(model)
+    boundaries = 2 * FP32_BYTES * values * place.attempt.plan.boundaries
+    return wan_bytes("None", sizes, len(run.replicas)) + boundaries
 
 
 def build_engine(model: torch.nn.Module, whole: engine.Whole | None, place: Place, steps: int) -> engine.Engine:

@@ -59,7 +59,9 @@ def _run(console: Console) -> int:
     with phases(f"job: kubectl apply -f {MANIFEST}"):
         steps.prepare_namespace(lab, ["hub", "east", "west"])
         steps.apply_job(lab, MANIFEST)
-    with phases("training: two replicas in two clusters, DeepSpeed ZeRO inside, compressed exchange between"):
+    with phases(
+        "training: two replicas of two stages, one inside east, one over both; compressed exchange between clusters"
+    ):
         story = follow(lab, "ml", "tiny-llama", console)
     with phases("result: crosscloud fetch, and a few lines from the model"):
         written = steps.fetch_and_generate(lab, "ml", "tiny-llama", OUT / "model")

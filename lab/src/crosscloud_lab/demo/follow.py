@@ -150,18 +150,20 @@ def view(story: Story) -> Group:
     bar.add_row(ProgressBar(total=max(total, 1), completed=step, width=40), ", ".join(words))
     bar.add_row(
         f"{told.get('tokensPerSecond', 0)} tokens/s",
-        f"WAN {megabytes(last.wan_bytes)}; fp32 all-reduce at every step: {megabytes(dense)} {ratio}",
+        f"WAN {megabytes(last.wan_bytes)}; in fp32 at every step: {megabytes(dense)} {ratio}",
     )
     return Group(head, table, Padding(bar, (0, 0, 0, 6)))
 
 
 def where(status: dict[str, Any], replica: int) -> str:
-    """`west: w1 2 GPUs, w2 2 GPUs` of a replica."""
+    """`west: w1 2 GPUs, w2 2 GPUs` of a replica; of one in stages, for each stage in order."""
     stages = [stage for stage in status.get("plan") or [] if stage["replica"] == replica]
-    return "; ".join(
-        f"{stage['member']}: " + ", ".join(f"{node['name']} {node['gpus']} GPUs" for node in stage["nodes"])
-        for stage in stages
-    )
+    places = (f"{stage['member']}: " + ", ".join(map(gpus, stage["nodes"])) for stage in stages)
+    return " -> ".join(places)
+
+
+def gpus(node: dict[str, Any]) -> str:
+    return f"{node['name']} {node['gpus']} GPU{'s' if node['gpus'] != 1 else ''}"
 
 
 def megabytes(count: int) -> str:

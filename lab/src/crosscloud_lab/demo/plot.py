@@ -39,14 +39,16 @@ def rounds(samples: list[Sample], every: int) -> list[Sample]:
     return found
 
 
-def validations(samples: list[Sample]) -> list[tuple[int, float]]:
-    """Step and value of each evaluation, where the value was seen first."""
-    found: list[tuple[int, float]] = []
+def validations(samples: list[Sample], every: int) -> list[tuple[int, float]]:
+    """Step and value of each evaluation. The mean is seen to change with each replica that has evaluated; the last
+    value before the next evaluation has them all.
+    """
+    found: dict[int, float] = {}
     for item in samples:
         value = item.progress.validation_loss
-        if value is not None and (not found or value != found[-1][1]):
-            found.append((item.progress.step, value))
-    return found
+        if value is not None and item.progress.step >= every:
+            found[item.progress.step // every * every] = value
+    return sorted(found.items())
 
 
 def _losses(axes: Any, story: Story, every: int) -> None:
@@ -54,7 +56,7 @@ def _losses(axes: Any, story: Story, every: int) -> None:
         axes.axvline(item.progress.step, color=GREY, linewidth=0.7, alpha=0.4)
     points = [(row.progress.step, row.progress.loss) for row in story.trained]
     axes.plot(*zip(*points, strict=True), color=BLUE, linewidth=1.8, label="training, mean of 10 steps")
-    if evaluated := validations(story.samples):
+    if evaluated := validations(story.samples, int(story.job["spec"]["training"]["evaluateEvery"])):
         axes.plot(
             *zip(*evaluated, strict=True), "o", color=ORANGE, markersize=6, label="validation, on text kept apart"
         )
@@ -71,7 +73,7 @@ def _bytes(axes: Any, story: Story, every: int) -> None:
         axes.axvline(item.seconds, color=GREY, linewidth=0.7, alpha=0.4)
     dense = [(row.seconds, row.progress.dense_bytes / 1e6) for row in story.samples if row.progress.dense_bytes]
     sent = [(row.seconds, row.wan_bytes / 1e6) for row in story.samples if row.wan_bytes >= 1e5]
-    label = f"fp32 all-reduce at every step, computed: {megabytes(last.progress.dense_bytes)}"
+    label = f"in fp32 at every step, computed: {megabytes(last.progress.dense_bytes)}"
     axes.plot(*zip(*dense, strict=True), color="#606060", linewidth=1.8, linestyle="--", label=label)
     label = f"sent, counted at the interface: {megabytes(last.wan_bytes)}"
     axes.plot(*zip(*sent, strict=True), color=RED, linewidth=1.8, label=label)

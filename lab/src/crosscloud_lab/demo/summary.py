@@ -27,7 +27,7 @@ def summarise(console: Console, story: Story, written: Written, picture: Path) -
     dense = last.progress.dense_bytes
     ratio = dense / max(last.wan_bytes, 1)
     table.add_row("WAN, counted at the interface", megabytes(last.wan_bytes))
-    table.add_row("fp32 all-reduce at every step", f"{megabytes(dense)}: {ratio:.0f} times as much")
+    table.add_row("in fp32, exchanged at every step", f"{megabytes(dense)}: {ratio:.0f} times as much")
     digests = {row["index"]: row.get("digest") for row in status["replicaStatuses"]}
     same = len(set(digests.values())) == 1 and None not in digests.values()
     word = "equal" if same else "[bold red]DIFFERENT[/]"

@@ -36,7 +36,8 @@ class Trainers:
     def read(self, status: dict[str, Any]) -> Progress | None:
         """None unless every replica answers: before they have started, and after they have ended."""
         attempt = int((status.get("attempt") or {}).get("number") or 0)
-        places = {stage["replica"]: stage["member"] for stage in status.get("plan") or []}
+        firsts = [stage for stage in status.get("plan") or [] if stage["stage"] == 0]
+        places = {stage["replica"]: stage["member"] for stage in firsts}
         try:
             found = [parse(self._metrics(attempt, *place)) for place in sorted(places.items())]
         except LabError:
@@ -47,7 +48,7 @@ class Trainers:
         api = self._lab.cluster(member).api()
         pods = f"/api/v1/namespaces/{self._namespace}/pods"
         if (attempt, replica) not in self._pods:
-            wanted = {"job": self._name, "attempt": attempt, "replica": replica, "node": 0}
+            wanted = {"job": self._name, "attempt": attempt, "replica": replica, "stage": 0, "node": 0}
             selector = ",".join(f"crosscloud.dev/{key}={value}" for key, value in wanted.items())
             items = api.json("GET", f"{pods}?{urlencode({'labelSelector': selector})}")["items"]
             if not items:

@@ -133,7 +133,10 @@ def _show_replicas(found: Mapping[str, Any], out: Console) -> None:
     for replica in sorted({stage["replica"] for stage in plan}):
         members = list(dict.fromkeys(stage["member"] for stage in plan if stage["replica"] == replica))
         own = told.get(replica, {})
-        waits = ", ".join(str(number) for number in own.get("waitingFor") or ())
+        waits = ", ".join(
+            [str(number) for number in own.get("waitingFor") or ()]
+            + [f"own stage {number}" for number in own.get("waitingForStages") or ()]
+        )
         progress.add_row(
             str(replica),
             ", ".join(members),

@@ -107,7 +107,7 @@ def _refusals(
         if reason is not None:
             found.append(Refusal(name, reason))
             continue
-        allowed = [need for need in request.replicas if not need.members or name in need.members]
+        allowed = [need for need in request.replicas if need.may_use(name)]
         rooms = [(node.pool, node.free) for node in nodes]
         fitting = [need for need in allowed if room_for(need.gpus, 1, rooms)[0]]
         free = f"free GPUs: {_some([f'{node.name} {node.free}' for node in nodes])}"

@@ -142,6 +142,7 @@ class ReplicaStatus:
     loss: str | None = None
     digest: str | None = None
     waiting_for: tuple[int, ...] = ()
+    waiting_for_stages: tuple[int, ...] = ()
     waiting_since: str | None = None
     reported_at: str | None = None
     message: str | None = None

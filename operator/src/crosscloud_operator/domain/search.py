@@ -25,8 +25,8 @@ State = tuple[int, int, tuple[str, ...], tuple[tuple[int, ...], ...]]
 class ReplicaNeed:
     """One replica: `stages` stages of `gpus` GPUs each.
 
-    `members` narrows the choice, `together` are sets of members, within one of which all stages must lie; empty leaves
-    it open.
+    `members` narrows the choice, `stage_members` names the member of each stage, `together` are sets of members, within
+    one of which all stages must lie; empty leaves it open.
     """
 
     replica: int
@@ -35,6 +35,12 @@ class ReplicaNeed:
     zero_stage: int = 1
     members: tuple[str, ...] = ()
     together: tuple[frozenset[str], ...] = ()
+    stage_members: tuple[str, ...] = ()
+
+    def may_use(self, member: str) -> bool:
+        """Whether any of its stages may lie there."""
+        allowed = self.stage_members or self.members
+        return not allowed or member in allowed
 
 
 def search(needs: Sequence[ReplicaNeed], usable: Usable) -> list[PlacedStage] | None:
@@ -169,7 +175,8 @@ class _Pass:
         return {item.member for item in self._placed[len(self._placed) - stage :]}
 
     def _allowed(self, need: ReplicaNeed, stage: int) -> list[str]:
-        names = [name for name in self._usable if not need.members or name in need.members]
+        allowed = need.stage_members[stage : stage + 1] or need.members
+        names = [name for name in self._usable if not allowed or name in allowed]
         if not need.together:
             return names
         used = self._used(stage)
@@ -198,7 +205,7 @@ class _Pass:
         need, stage = self._steps[len(self._placed)]
         before, rest = self._before(), need.stages - stage
         room = {name: self._room[name] for name in self._allowed(need, stage)}
-        if before is not None and (self._left or room[before] >= rest * need.gpus):
+        if before in room and (self._left or room[before] >= rest * need.gpus):
             for count in _divisors(need.gpus):
                 yield from self._in(before, need, stage, count)
         if before is not None and not self._left:

@@ -89,8 +89,9 @@ def request(job: Job, settings: JobSettings) -> Request:
                 gpus=job.spec.gpus_of(replica),
                 stages=job.spec.stages_of(replica),
                 zero_stage=job.spec.zero_stage_of(replica),
-                members=_narrowed(override.members if override else (), holders),
+                members=_narrowed((override.members if override else None) or (), holders),
                 together=_sharing(job.spec),
+                stage_members=(override.stage_members if override else None) or (),
             )
         )
     return Request(
@@ -130,6 +131,10 @@ def _data_problems(spec: JobSpec) -> Iterator[Problem]:
         if item.members and not _narrowed(item.members, holders):
             allowed = f"training.data.sources are for {', '.join(holders)} only; name one of these, or add a source"
             yield Problem(f"spec.replicaOverrides[{number}].members", list(item.members), allowed)
+        named = item.stage_members
+        if named and holders and not any(source.issuperset(named) for source in _sharing(spec)):
+            allowed = "the members of one replica must hold a source of data together; add them to the members of one"
+            yield Problem(f"spec.replicaOverrides[{number}].stageMembers", list(named), allowed)
 
 
 def tolerations(pod_spec: Obj, settings: JobSettings) -> tuple[Obj, ...]:

@@ -13,7 +13,7 @@ from crosscloud_trainer.contract.report import perplexity
 from crosscloud_trainer.sizes import bytes_text
 
 PLACED, RUNNING, SUCCEEDED, FAILED, REACHABLE = "Placed", "Running", "Succeeded", "Failed", "MembersReachable"
-WAITING_FOR_PEERS = "WaitingForPeers"  # the reason of Running while a round waits for a replica
+WAITING_FOR_PEERS = "WaitingForPeers"  # the reason of Running while a round waits for a replica, or a step for a stage
 MESSAGE_LIMIT = 1024
 
 
@@ -43,6 +43,7 @@ def replica_status(index: int, report: Report | None, blocked: str | None) -> Re
         loss=_number(progress.loss),
         digest=progress.digest,
         waiting_for=progress.waiting_for,
+        waiting_for_stages=progress.waiting_for_stages,
         waiting_since=progress.waiting_since if record.parsed(progress.waiting_since) is not None else None,
         reported_at=report.time,
         message=report.completion.message if report.completion else blocked,
@@ -100,9 +101,8 @@ def waiting_words(reports: Mapping[int, Report]) -> str | None:
     words = []
     for index, report in sorted(reports.items()):
         progress = report.progress
-        if report.activity is Activity.WAITING and progress.waiting_for:
-            others = ", ".join(map(str, progress.waiting_for))
-            words.append(f"replica {index} waits for replica {others}")
+        if report.activity is Activity.WAITING and progress.awaited:
+            words.append(f"replica {index} waits for {progress.awaited}")
     return "; ".join(words) or None
 
 
@@ -116,7 +116,7 @@ def keep_progress(old: JobStatus, new: JobStatus, interval: float) -> JobStatus:
 
 
 def _story(replicas: Sequence[ReplicaStatus]) -> list[tuple[object, ...]]:
-    return [(item.index, item.activity, item.waiting_for, item.message) for item in replicas]
+    return [(item.index, item.activity, item.waiting_for, item.waiting_for_stages, item.message) for item in replicas]
 
 
 def _newest(status: JobStatus) -> float:

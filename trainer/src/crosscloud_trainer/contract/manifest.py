@@ -93,11 +93,17 @@ class Replica:
 
 @dataclass(frozen=True)
 class ReplicaOverride:
-    """What differs in the replica of this index: its size, or the members that may run it, all of its stages."""
+    """What differs in the replica of this index: its size, or where it may run.
+
+    `members` may run any of its stages, none means all; `stage_members` names the member of each stage, in order.
+    """
 
     name: str = rule(pattern=NAME_PATTERN, max_length=63)
     index: int = rule(minimum=0, maximum=MAX_REPLICAS - 1)
-    members: tuple[str, ...] = rule((), pattern=NAME_PATTERN, max_length=63, max_items=16, unique="")
+    members: tuple[str, ...] | None = rule(None, pattern=NAME_PATTERN, max_length=63, max_items=16, unique="")
+    stage_members: tuple[str, ...] | None = rule(
+        None, pattern=NAME_PATTERN, max_length=63, min_items=1, max_items=MAX_STAGES
+    )
     stages: int | None = rule(None, minimum=1, maximum=MAX_STAGES)
     gpus_per_stage: int | None = rule(None, minimum=1, maximum=1024)
     zero_stage: int | None = rule(None, minimum=0, maximum=3)
@@ -369,6 +375,12 @@ class JobSpec:
         yield from self._check_training()
 
     def _check_stages(self) -> Iterator[Fault]:
+        for number, item in enumerate(self.replica_overrides):
+            path, named = f"replicaOverrides[{number}].stageMembers", item.stage_members
+            if named is not None and item.members:
+                yield path, list(named), "can't stand beside members; leave one of them out"
+            if named is not None and len(named) != (count := item.stages or self.replica.stages):
+                yield path, list(named), f"must name one member for each stage of the replica, which has {count}"
         most = max(self.stages_of(replica) for replica in range(self.replicas))
         if most > 1 and self.script is not None:
             yield "script", self.script.file, f"runs replicas of one stage only, and one has {most} stages"

@@ -32,7 +32,7 @@ class Activity(enum.Enum):
 
     STARTING = "Starting"
     TRAINING = "Training"
-    WAITING = "Waiting"  # its window has ended; the round waits for the replicas in `waiting_for`
+    WAITING = "Waiting"  # a round waits for the replicas in `waiting_for`, or a step for stages of its own
     FINISHING = "Finishing"  # last checkpoint and result
     ENDED = "Ended"
 
@@ -69,7 +69,7 @@ class Progress:
     best_validation_loss: float | None = rule(None)
     wan_bytes_sent: int = rule(0, minimum=0)
     wan_bytes_received: int = rule(0, minimum=0)
-    dense_bytes: int = rule(0, minimum=0)  # what fp32 all-reduce at every step would have sent so far
+    dense_bytes: int = rule(0, minimum=0)  # what an exchange in fp32 at every step would have sent so far
     skipped_steps: int = rule(0, minimum=0)
     compute_seconds: float = rule(0.0, minimum=0)
     exchange_seconds: float = rule(0.0, minimum=0)
@@ -77,7 +77,14 @@ class Progress:
     residual_norm: float | None = rule(None, minimum=0)  # of what encoding has lost and later updates bring
     digest: str | None = rule(None)
     waiting_for: tuple[int, ...] = rule(())
+    waiting_for_stages: tuple[int, ...] = rule(())  # of this replica, which its first stage has no connection to
     waiting_since: str | None = rule(None, pattern=_TIME)
+
+    @property
+    def awaited(self) -> str:
+        """Whom it waits for, in words; empty where it waits for nobody."""
+        replicas, stages = (", ".join(map(str, found)) for found in (self.waiting_for, self.waiting_for_stages))
+        return " and ".join([f"replica {replicas}"] * bool(replicas) + [f"its own stage {stages}"] * bool(stages))
 
     @property
     def perplexity(self) -> float | None:

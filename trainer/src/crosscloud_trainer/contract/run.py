@@ -7,6 +7,7 @@ keys are in neither. A document of a newer version ends the trainer with `ExitCo
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,11 @@ class ReplicaPlan:
     incarnation: int = rule(minimum=1)
     zero_stage: int = rule(minimum=0, maximum=3)
     stages: tuple[StagePlan, ...] = rule(min_items=1, max_items=MAX_STAGES)
+
+    @property
+    def boundaries(self) -> int:
+        """How many neighbouring stages lie in different members."""
+        return sum(before.member != after.member for before, after in itertools.pairwise(self.stages))
 
     def check(self) -> Iterator[Fault]:
         indexes = [stage.index for stage in self.stages]

@@ -299,12 +299,14 @@ def _hold(port: int, stack: ExitStack) -> bool:
 
 
 def _member(spec: JobSpec, place: StageId) -> str:
-    """One of its own for each replica, or for each of its stages where it has several. Where data is only for some
-    members, those are played in turn, unless the replica's override names one.
+    """One of its own for each replica, or for each of its stages where it has several, unless the replica's override
+    names them. Where data is only for some members, those are played in turn.
     """
+    override = spec.override(place.replica)
+    if override and override.stage_members:
+        return override.stage_members[place.stage]
     sources = spec.training.data.all_sources if spec.training is not None else ()
     named = sorted({member for source in sources for member in source.members or ()})
     if not named:
         return f"local-{place.label}"
-    override = spec.override(place.replica)
     return override.members[0] if override and override.members else named[place.replica % len(named)]

@@ -262,8 +262,8 @@ def program() -> str:
 
 def activity_words(state: RunState, replica: int) -> str:
     activity, progress = state.activity(replica), state.progress(replica)
-    if activity is Activity.WAITING and progress is not None and progress.waiting_for:
-        return "waiting for replica " + ", ".join(map(str, progress.waiting_for))
+    if activity is Activity.WAITING and progress is not None and progress.awaited:
+        return f"waiting for {progress.awaited}"
     detail = state.detail(replica)
     return f"{activity.value.lower()}: {detail}" if detail else activity.value.lower()
 

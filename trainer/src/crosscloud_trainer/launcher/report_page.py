@@ -67,9 +67,7 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
         found.append(("validation loss", f"{summary.validation_loss:.4f}"))
     if summary.ratio is not None:
         sent, dense = bytes_text(summary.wan_bytes), bytes_text(summary.dense_bytes)
-        found.append(
-            ("WAN", f"{sent} sent; fp32 all-reduce at every step: {dense}, {summary.ratio:,.0f} times as much")
-        )
+        found.append(("WAN", f"{sent} sent; in fp32 at every step: {dense}, {summary.ratio:,.0f} times as much"))
     if summary.digests_equal is not None:
         word = "equal in all replicas" if summary.digests_equal else "DIFFERENT"
         found.append(("digests", f"{word} after {summary.rounds} rounds"))
@@ -116,7 +114,7 @@ def _bytes(state: RunState) -> list[Line]:
         lines.append(Line(f"replica {replica}", sent, colour))
     if any(line.points for line in lines):
         dense = [(float(s.step), float(s.dense_bytes)) for s in state.samples.get(0, []) if s.dense_bytes]
-        lines.append(Line("fp32 all-reduce at every step", dense, "#888888", dashed=True))
+        lines.append(Line("in fp32 at every step", dense, "#888888", dashed=True))
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 from crosscloud_trainer.link.frames import Message, MessageType
@@ -18,6 +19,8 @@ class Mail:
         self._link = link
         self._rounds: deque[Event] = deque()
         self._stages: dict[tuple[RankId, MessageType], deque[Message]] = {}
+        self.stage_awaited_since: float | None = None
+        """Since when, in seconds since 1970, the present call waits for another stage; any thread may ask."""
 
     def receive(self, seconds: float | None = None) -> Event | None:
         """The next event that concerns other replicas; None if there was none in this time, or something else came."""
@@ -28,8 +31,10 @@ class Mail:
     def from_stage(self, peer: RankId, kind: MessageType) -> Message:
         """The next message of this kind from a rank of another stage of the own replica."""
         box = self._stages.setdefault((peer, kind), deque())
+        self.stage_awaited_since = None if box else time.time()
         while not box:
             self._take(None)
+        self.stage_awaited_since = None
         return box.popleft()
 
     def _take(self, seconds: float | None) -> None:

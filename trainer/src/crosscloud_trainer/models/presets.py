@@ -21,23 +21,23 @@ from crosscloud_trainer.failures import invalid
 FIELD = "training.model"
 
 _PRESETS: dict[ModelPreset, dict[str, Any]] = {
-    ModelPreset.TINY_LLAMA: {  # 1.0 million parameters
+    ModelPreset.TINY_LLAMA: {  # 1.1 million parameters
         "model_type": "llama",
         "hidden_size": 128,
         "intermediate_size": 352,
         "num_hidden_layers": 5,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     },
-    ModelPreset.SMALL_LLAMA: {  # 14.3 million
+    ModelPreset.SMALL_LLAMA: {  # 14.4 million
         "model_type": "llama",
         "hidden_size": 384,
         "intermediate_size": 1024,
         "num_hidden_layers": 8,
         "num_attention_heads": 6,
         "num_key_value_heads": 6,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     },
 }
 
