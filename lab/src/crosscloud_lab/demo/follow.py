@@ -140,7 +140,7 @@ def view(story: Story) -> Group:
         table.add_column(title, justify="right" if title in ("step", "loss", "round") else "left")
     for row in status.get("replicaStatuses") or []:
         cells = (row.get("step", 0), row.get("loss", "-"), row.get("round", 0), row.get("activity", ""))
-        table.add_row(str(row["index"]), where(status, row["index"]), *map(str, cells))
+        table.add_row(str(row["index"]), members(status, row["index"]), *map(str, cells))
     step, dense, total = last.progress.step, last.progress.dense_bytes, int(told.get("totalSteps") or 0)
     bar = Table.grid(padding=(0, 2))
     ratio = f"({dense / last.wan_bytes:.0f}x)" if last.wan_bytes and dense else ""
@@ -157,9 +157,17 @@ def view(story: Story) -> Group:
 
 def where(status: dict[str, Any], replica: int) -> str:
     """`west: w1 2 GPUs, w2 2 GPUs` of a replica; of one in stages, for each stage in order."""
-    stages = [stage for stage in status.get("plan") or [] if stage["replica"] == replica]
-    places = (f"{stage['member']}: " + ", ".join(map(gpus, stage["nodes"])) for stage in stages)
+    places = (f"{stage['member']}: " + ", ".join(map(gpus, stage["nodes"])) for stage in stages(status, replica))
     return " -> ".join(places)
+
+
+def members(status: dict[str, Any], replica: int) -> str:
+    """`west -> east` of a replica in two stages; short enough for a narrow terminal."""
+    return " -> ".join(stage["member"] for stage in stages(status, replica))
+
+
+def stages(status: dict[str, Any], replica: int) -> list[dict[str, Any]]:
+    return [stage for stage in status.get("plan") or [] if stage["replica"] == replica]
 
 
 def gpus(node: dict[str, Any]) -> str:
