@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from crosscloud_trainer.link import (
     Received,
     Restarted,
 )
+from crosscloud_trainer.link.wire import ConnectionEnded, TlsFiles, Wire
 
 ZERO, ONE = RankId(0, 0, 0, 0), RankId(1, 0, 0, 0)
 
@@ -259,3 +262,52 @@ def test_a_link_closes_at_any_moment_of_its_handshakes(tmp_path: Path) -> None:
             with yard.link(0) as zero:
                 zero.connect(ONE)
                 time.sleep(chance.random() * 0.04)
+
+
+def test_links_that_close_at_the_same_moment_have_nothing_to_complain_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end of a run. Each side is closing while the other one's last word arrives."""
+    yard = Yard(tmp_path)
+    for _ in range(20):
+        with yard.link(0) as zero, yard.link(1) as one:
+            zero.connect(ONE)
+            zero.send(ONE, Message(MessageType.PREPARED, b"last"))
+            assert take(one).head == b"last"
+            closing = [threading.Thread(target=link.close) for link in (zero, one)]
+            for thread in closing:
+                thread.start()
+            for thread in closing:
+                thread.join(DEADLINE)
+                assert not thread.is_alive()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("calls", [["finish", "abort"], ["finish", "finish", "abort"], ["abort", "finish", "abort"]])
+def test_a_connection_that_its_peer_has_ended_can_be_ended_in_any_order(tmp_path: Path, calls: list[str]) -> None:
+    """Python 3.11.2, Debian's, can't abort a TLS transport that was closed twice."""
+    yard = Yard(tmp_path)
+    zero, one = TlsFiles(yard.tls(0)), TlsFiles(yard.tls(1))
+
+    async def meet() -> None:
+        loop = asyncio.get_running_loop()
+        accepted: asyncio.Queue[Wire] = asyncio.Queue()
+        server = await loop.create_server(lambda: Wire(loop, accepted.put_nowait), "127.0.0.1", 0)
+        dialled = Wire(loop)
+        await loop.create_connection(lambda: dialled, *server.sockets[0].getsockname())
+        met = await accepted.get()
+        await asyncio.gather(met.secure(one.server, DEADLINE), dialled.secure(zero.client, DEADLINE, "any"))
+        server.close()
+        for wire, other in ((met, dialled), (dialled, met)):
+            other.abort()
+            with pytest.raises(ConnectionEnded):
+                await wire.read_frame()
+            for call in calls:
+                if call == "finish":
+                    await wire.finish(DEADLINE)
+                else:
+                    wire.abort()
+            with pytest.raises(ConnectionEnded):
+                await wire.write(b"more")
+
+    asyncio.run(meet())

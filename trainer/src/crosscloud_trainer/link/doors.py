@@ -184,15 +184,11 @@ class Doors:
             raise ConnectionEnded(f"{channel.peer} is not in the peer table")
         loop = asyncio.get_running_loop()
         wire = Wire(loop)
+        seconds = self._host.settings.handshake
         try:
-            async with asyncio.timeout(self._host.settings.handshake):
-                await loop.create_connection(
-                    lambda: wire,
-                    target.host,
-                    target.port,
-                    ssl=self._files.client,
-                    server_hostname=target.server_name,
-                )
+            async with asyncio.timeout(seconds):
+                await loop.create_connection(lambda: wire, target.host, target.port)
+                await wire.secure(self._files.client, seconds, target.server_name)
                 await self._greet_listener(channel, wire)
         except TimeoutError as fault:
             wire.abort()

@@ -53,7 +53,7 @@ def _context(protocol: int, certificate: Path, key: Path, issuer: Path) -> ssl.S
 
 
 class Wire(asyncio.Protocol):
-    """A connection. `accepted` is called for one that was dialled by the peer, before TLS has begun."""
+    """A connection, of which `secure` is to be called first. `accepted` is called for one that the peer has dialled."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, accepted: Callable[[Wire], None] | None = None) -> None:
         self._loop = loop
@@ -70,13 +70,9 @@ class Wire(asyncio.Protocol):
     # called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast("asyncio.Transport", transport)
-        self._transport = transport
-        if self._accepted is None:
-            self._reader.set_transport(transport)
-            transport.set_write_buffer_limits(high=_WRITE_BEHIND_BYTES)
-        else:
-            transport.pause_reading()  # the first bytes belong to TLS, which is not there yet
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.pause_reading()  # the first bytes belong to TLS, which is not there yet
+        if self._accepted is not None:
             self._accepted(self)
 
     def data_received(self, data: bytes) -> None:
@@ -106,11 +102,19 @@ class Wire(asyncio.Protocol):
         found: Any = self._transport.get_extra_info("peername") if self._transport else None
         return f"{found[0]}:{found[1]}" if isinstance(found, tuple) else "unknown address"
 
-    async def secure(self, context: ssl.SSLContext, seconds: float) -> None:
-        """The server's part of TLS on an accepted connection. Raises OSError (ssl.SSLError is one)."""
+    async def secure(self, context: ssl.SSLContext, seconds: float, server_name: str | None = None) -> None:
+        """TLS on a connection that has just been made; whoever dialled says whom. Raises OSError (ssl.SSLError is one).
+
+        Not by `create_connection`, which may close a transport twice, as `finish` must not.
+        """
         assert self._transport is not None
         transport = await self._loop.start_tls(
-            self._transport, self, context, server_side=True, ssl_handshake_timeout=seconds
+            self._transport,
+            self,
+            context,
+            server_side=server_name is None,
+            server_hostname=server_name,
+            ssl_handshake_timeout=seconds,
         )
         if transport is None:
             raise ConnectionResetError("closed during the TLS handshake")
@@ -149,8 +153,8 @@ class Wire(asyncio.Protocol):
 
     async def finish(self, seconds: float) -> None:
         """Ends the connection after what was written, and without waiting any longer than this."""
-        if self._transport is not None:
-            self._transport.close()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.close()  # closed twice, a TLS transport of Python 3.11.2 (Debian's) can't be aborted
         try:
             async with asyncio.timeout(seconds):
                 await self._closed.wait()
