@@ -247,11 +247,14 @@ def test_a_codec_has_the_settings_that_the_manifest_gives_it(sync: dict[str, typ
     [
         ({}, 0.7, 0.9),
         ({"codec": "TopK"}, 1, 0),
-        ({"codec": "TopK", "outerOptimizer": {"momentum": 0.5}}, 0.7, 0.5),
+        ({"codec": "TopK", "outerOptimizer": {}}, 1, 0),
+        ({"codec": "TopK", "outerOptimizer": {"momentum": 0.5}}, 1, 0.5),
+        ({"codec": "TopK", "outerOptimizer": {"learningRate": 0.7}}, 0.7, 0),
+        ({"outerOptimizer": {"momentum": 0}}, 0.7, 0),
         ({"codec": "BF16", "outerOptimizer": {"learningRate": 1}}, 1, 0.9),
     ],
 )
-def test_an_outer_optimizer_that_is_left_out_is_the_one_that_suits_the_codec(
+def test_what_is_left_out_of_the_outer_optimizer_is_what_suits_the_codec(
     sync: dict[str, typing.Any], rate: float, momentum: float
 ) -> None:
     outer = read(JobSpec, minimal() | {"sync": sync}).sync.outer

@@ -79,6 +79,10 @@ ALSO_NAMED = {
 }  # settings of what was there
 OPTIONAL = ["podTemplate", "placement.gpu", "storage.secretName", "replicaOverrides", "sync.topK", "sync.innerSteps"]
 OPTIONAL += ["activations", "sync.outerOptimizer", "training.microBatchSize", "checkpoint.everySteps"]
+OUTER_OPTIMIZER = [
+    "sync.outerOptimizer.learningRate",
+    "sync.outerOptimizer.momentum",
+]  # the codec says what is left out
 EITHER_OR = {"training.model.preset", "training.model.config.model_type", "training.data.train"}
 OF_A_SCRIPT = {"script.file": "/app/other.py", "script.args": ["--steps", "20"]}
 
@@ -137,7 +141,7 @@ def test_every_field_of_the_spec_is_tried() -> None:
     assert leaves - EITHER_OR <= {re.sub(r"\[\d+\]", "[0]", path) for path in (*OTHER, *OF_A_SCRIPT)}
 
 
-@pytest.mark.parametrize("path", OPTIONAL)
+@pytest.mark.parametrize("path", [*OPTIONAL, *OUTER_OPTIMIZER])
 def test_taking_an_optional_field_away_is_refused(hub: ApiServer, running: dict[str, Any], path: str) -> None:
     status, answer = hub.raw("PATCH", f"{JOBS}/running", [{"op": "remove", "path": pointer(path)}], PATCH)
     assert status == 422, answer
@@ -160,6 +164,14 @@ def test_adding_an_optional_field_is_refused(hub: ApiServer, path: str) -> None:
     status, answer = hub.raw("PATCH", f"{JOBS}/{name}", [{"op": "add", "path": pointer(path), "value": other}], PATCH)
     assert status == 422, answer
     assert f"spec.{path}" in refused_fields(answer)
+
+
+def test_what_was_left_out_of_the_outer_optimizer_can_not_be_added(hub: ApiServer) -> None:
+    hub.request("POST", JOBS, job({**minimal_spec(), "sync": {"codec": "TopK", "outerOptimizer": {}}}, "adding-outer"))
+    edit = {"spec": {"sync": {"outerOptimizer": {"learningRate": 0.7, "momentum": 0.9}}}}
+    status, answer = hub.raw("PATCH", f"{JOBS}/adding-outer", edit, MERGE)
+    assert status == 422, answer
+    assert sorted(refused_fields(answer)) == [f"spec.{path}" for path in OUTER_OPTIMIZER]
 
 
 def test_a_bad_value_is_refused_on_an_edit_too(hub: ApiServer, running: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from crosscloud_trainer.contract.checkpoint import CheckpointPolicy
@@ -117,11 +117,19 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class OuterOptimizerSpec:
+    """What a manifest says of the outer optimizer; `Sync.outer` tells what applies."""
+
+    learning_rate: float | None = rule(None, exclusive_minimum=0, maximum=10)
+    momentum: float | None = rule(None, minimum=0, maximum=0.9999)
+
+
+@dataclass(frozen=True)
 class OuterOptimizer:
     """Nesterov momentum over the replicas' mean update (DiLoCo, arXiv:2311.08105, section 2)."""
 
-    learning_rate: float = rule(0.7, exclusive_minimum=0, maximum=10)
-    momentum: float = rule(0.9, minimum=0, maximum=0.9999)
+    learning_rate: float = 0.7
+    momentum: float = 0.9
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,7 @@ class Sync:
     codec: CodecName = rule(CodecName.INT8)
     top_k: TopK | None = rule(None)
     error_feedback: bool = rule(True)
-    outer_optimizer: OuterOptimizer | None = rule(None)
+    outer_optimizer: OuterOptimizerSpec | None = rule(None)
 
     @property
     def window(self) -> int:
@@ -154,9 +162,12 @@ class Sync:
 
     @property
     def outer(self) -> OuterOptimizer:
-        """What suits the codec, where the manifest doesn't say: the residuals of TopK do the work of momentum."""
+        """As the manifest says; each value that it leaves out is the one that suits the codec: the residuals of TopK do
+        the work of momentum.
+        """
         suitable = OuterOptimizer(1.0, 0.0) if self.codec is CodecName.TOP_K else OuterOptimizer()
-        return self.outer_optimizer or suitable
+        given = {} if self.outer_optimizer is None else vars(self.outer_optimizer)
+        return replace(suitable, **{name: value for name, value in given.items() if value is not None})
 
     @property
     def codec_spec(self) -> CodecSpec:
