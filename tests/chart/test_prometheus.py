@@ -48,8 +48,10 @@ PER_REPLICA = {
     "crosscloud_job_skipped_steps_total": 0,
     "crosscloud_job_residual_norm": 0.5,
     "crosscloud_job_unsaved_steps": 20,
+    "crosscloud_job_checkpoint_age_seconds": 90,
+    "crosscloud_job_digest_mismatches_total": 0,
 }
-SECONDS = {"compute": 60, "exchange": 30, "waiting": 10}
+SECONDS = {"compute": 50, "exchange": 30, "waiting": 10, "bubble": 10}
 PER_MEMBER = {
     "crosscloud_member_reachable{%s}": 1,
     'crosscloud_member_free_gpus{%s,pool="a",gpu="H100"}': 4,
@@ -140,7 +142,7 @@ def test_the_shares_of_time_are_those_of_the_counters_and_add_up_to_one(promethe
     while not (samples := prometheus.query(expression)):  # rates need a second scrape
         assert time.monotonic() < deadline, expression
     shares = {sample["metric"]["activity"]: float(sample["value"][1]) for sample in samples}
-    assert shares == pytest.approx({"compute": 0.6, "exchange": 0.3, "waiting": 0.1}, abs=1e-6)
+    assert shares == pytest.approx({"compute": 0.5, "exchange": 0.3, "waiting": 0.1, "bubble": 0.1}, abs=1e-6)
 
 
 def test_an_expression_with_a_fault_is_refused_with_prometheus_words(prometheus: Prometheus) -> None:

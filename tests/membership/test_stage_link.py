@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,36 @@ def test_a_codec_saves_bytes_within_its_error(tmp_path: Path, name: str, error: 
         assert float((found - values).abs().max()) <= error * float(values.abs().max())
         (traffic,) = first.link.traffic()
         assert sum(traffic.sent.values()) < bytes_per_value * values.numel() + 4000
+
+
+class Post:
+    """Link and mail of both ends in one: what is sent comes `seconds` after it is asked for, by its own clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self._seconds = 100.0, seconds
+        self._sent: list[Message] = []
+
+    def connect(self, _peer: RankId) -> None: ...
+
+    def send(self, _peer: RankId, message: Message) -> None:
+        self._sent.append(message)
+
+    def from_stage(self, _peer: RankId, _kind: MessageType) -> Message:
+        self.now += self._seconds
+        return self._sent.pop(0)
+
+
+def test_a_stage_counts_the_time_that_it_waits_for_its_neighbours() -> None:
+    post: Any = Post(2.5)
+    first = StageLink(post, post, None, Boundary(PEERS[1]), lambda: post.now)
+    second = StageLink(post, post, Boundary(PEERS[0]), None, lambda: post.now)
+    for number in range(3):
+        first.send_activation(number, torch.ones(4))
+        second.receive_activation(number)
+    second.send_gradient(0, torch.ones(4))
+    post.now += 60  # of work
+    first.receive_gradient(0)
+    assert (first.waited, second.waited) == (2.5, 7.5)
 
 
 def test_values_that_are_not_finite_arrive_as_such_through_any_codec(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import threading
 import urllib.request
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trainer.jobs import manifest, record, wait_for, written
 
 from crosscloud_trainer import metrics
-from crosscloud_trainer.contract import Activity, Completion, Outcome, Progress, Report, read_json
+from crosscloud_trainer.contract import Activity, Completion, Outcome, Progress, Report, StoredCheckpoint, read_json
 from crosscloud_trainer.journal import KINDS, Journal, Wan, wan_of_vector, wan_vector
 from crosscloud_trainer.launcher.attempt import LocalJob, free_ports
 from crosscloud_trainer.launcher.manifest import read_manifest
@@ -141,7 +142,23 @@ def test_the_journal_counts_what_happened_and_never_shows_a_loss_that_is_not_fin
     assert (found.step, found.tokens, found.loss, found.first_loss, found.skipped_steps) == (2, 20, 4.0, 4.0, 1)
     assert (found.wan_bytes_sent, found.wan_bytes_received, found.dense_bytes) == (12, 4, 201)
     assert (found.round, found.digest, found.validation_loss) == (1, "ab" * 8, None)
-    assert journal.seconds == {"compute": 3.0, "exchange": 3.0, "waiting": 2.0}
+    assert journal.seconds == {"compute": 3.0, "exchange": 3.0, "waiting": 2.0, "bubble": 0.0}
+    journal.step(3.0, tokens=10, skipped=1, seconds=4.0, exchange_seconds=0.5, bubble_seconds=1.5)
+    assert journal.progress.seconds == {"compute": 5.0, "exchange": 3.5, "waiting": 2.0, "bubble": 1.5}
+
+
+def test_what_is_not_saved_counts_from_the_last_checkpoint_or_from_what_the_attempt_began_with() -> None:
+    journal = Journal(total_steps=30, dense_bytes_per_step=1)
+    began = journal.progress.saved_at
+    journal.resume(Progress(step=10, total_steps=20, round=2, tokens=100))
+    assert (journal.progress.unsaved_steps, journal.progress.saved_at) == (0, began)
+    for _ in range(5):
+        journal.step(1.0, tokens=1, skipped=0, seconds=1.0)
+    assert journal.progress.unsaved_steps == 5
+    before = datetime.now(UTC)
+    journal.checkpointed(StoredCheckpoint("s3://models/x", "0" * 64, 13))
+    assert journal.progress.unsaved_steps == 2
+    assert abs((datetime.fromisoformat(journal.progress.saved_at or "") - before).total_seconds()) < 60
 
 
 def test_the_best_evaluation_is_remembered_with_its_step() -> None:
@@ -195,10 +212,11 @@ def test_metrics_are_served_with_one_prefix_and_the_journals_numbers(tmp_path: P
     found = read_manifest(written(tmp_path, manifest()))
     run = LocalJob(found, record(tmp_path), tmp_path, tmp_path, "/x")._run_document(3)
     journal = Journal(total_steps=8, dense_bytes_per_step=1000)
-    journal.step(2.5, tokens=64, skipped=0, seconds=0.5, exchange_seconds=0.125)
+    journal.step(2.5, tokens=64, skipped=0, seconds=0.75, exchange_seconds=0.125, bubble_seconds=0.25)
     journal.residual_norm = 0.25
     journal.traffic({1: Wan({"payload": 70, "result": 50}, {"payload": 30})})
     journal.refusals = {"wrong certificate": 2}
+    journal.mismatches = 1
     port = free_ports([1])[0][0]
     server = metrics.serve(journal, run, 0, port)
     try:
@@ -222,6 +240,9 @@ def test_metrics_are_served_with_one_prefix_and_the_journals_numbers(tmp_path: P
     assert value("wan_received_bytes_total", peer="1", kind="payload") == 30
     assert value("seconds_total", activity="compute") == 0.375
     assert value("seconds_total", activity="exchange") == 0.125
+    assert value("seconds_total", activity="bubble") == 0.25
+    assert value("digest_mismatches_total") == 1
+    assert 0 <= value("checkpoint_age_seconds") < 600
     assert value("compression_ratio") == 1000 / 120
     assert value("residual_norm") == 0.25
     assert value("unsaved_steps") == 1

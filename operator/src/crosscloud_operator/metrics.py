@@ -134,9 +134,10 @@ _PROGRESS: tuple[tuple[str, str, bool, str], ...] = (
     ("wan_bytes_received", "job_wan_received_bytes", True, "Bytes that the replica has received over links."),
     ("dense_bytes", "job_dense_bytes", True, "Bytes that an exchange in fp32 at every step would have sent so far."),
     ("skipped_steps", "job_skipped_steps", True, "Inner steps skipped for gradients that were not finite."),
+    ("digest_mismatches", "job_digest_mismatches", True, "Rounds before which the replicas' outer states differed."),
+    ("unsaved_steps", "job_unsaved_steps", False, "Inner steps since the last checkpoint, or since the start."),
     ("residual_norm", "job_residual_norm", False, "Norm of what encoding has lost and later updates bring."),
 )
-_ACTIVITIES = ("compute", "exchange", "waiting")
 
 
 def _replica_families(jobs: Iterable[Obj], reports: Mapping[tuple[str, int], Report], now: float) -> Iterator[Metric]:
@@ -159,20 +160,21 @@ def _replica_families(jobs: Iterable[Obj], reports: Mapping[tuple[str, int], Rep
     seconds = CounterMetricFamily(
         "crosscloud_job_seconds", "Time that the replica has spent, by activity.", labels=(*REPLICA_LABELS, "activity")
     )
-    unsaved = GaugeMetricFamily(
-        "crosscloud_job_unsaved_steps", "Inner steps since the replica's last checkpoint, or since the start.",
+    checkpoint = GaugeMetricFamily(
+        "crosscloud_job_checkpoint_age_seconds", "Time since the replica's last checkpoint, or since the start.",
         labels=REPLICA_LABELS,
     )  # fmt: skip
     for labels, report in known:
         progress = report.progress
-        for activity in _ACTIVITIES:
-            seconds.add_metric([*labels, activity], getattr(progress, f"{activity}_seconds"))
-        unsaved.add_metric(labels, progress.step - (progress.checkpoint.step if progress.checkpoint else 0))
-        since = parsed(report.progress.waiting_since)
+        for activity, spent in progress.seconds.items():
+            seconds.add_metric([*labels, activity], spent)
+        if (saved := parsed(progress.saved_at)) is not None:
+            checkpoint.add_metric(labels, max(0.0, now - saved))
+        since = parsed(progress.waiting_since)
         waiting.add_metric(labels, max(0.0, now - since) if since is not None else 0.0)
         if (at := parsed(report.time)) is not None:
             age.add_metric(labels, max(0.0, now - at))
-    yield from (waiting, age, seconds, unsaved)
+    yield from (waiting, age, seconds, checkpoint)
 
 
 def _member_families(world: KubeWorld, now: float) -> Iterator[Metric]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from crosscloud_trainer.contract import Progress, StoredCheckpoint
+from crosscloud_trainer.contract.report import ACTIVITIES, timestamp
 from crosscloud_trainer.link.traffic import KINDS
 
 _RATE_STEPS = 50  # tokens per second are a mean over so many steps
@@ -33,25 +34,36 @@ class Journal:
         self._dense_per_step = dense_bytes_per_step
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=_RATE_STEPS)
         self._losses: deque[float] = deque(maxlen=LOSS_STEPS)
-        self._progress = Progress(step=0, total_steps=total_steps, round=0, tokens=0)
+        self._progress = Progress(0, total_steps, 0, 0, saved_at=timestamp(time.time()))
         self._first_step = 0  # bytes are counted from there on
         self._applied: deque[tuple[int, str]] = deque()  # rounds and digests that the whole view may not have yet
-        self.seconds = {"compute": 0.0, "exchange": 0.0, "waiting": 0.0}
+        self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self.wan: Mapping[int, Wan] = {}
         self.refusals: Mapping[str, int] = {}
         self.residual_norm: float | None = None
         """What encoding has lost so far and later updates bring, over all ranks; None before the first round."""
+        self.mismatches = 0
+        """Rounds before which the replicas' outer states were found to differ."""
 
     @property
     def progress(self) -> Progress:
         with self._lock:
             spent = {f"{activity}_seconds": max(0.0, round(value, 2)) for activity, value in self.seconds.items()}
             lost = self.residual_norm if self.residual_norm is not None and math.isfinite(self.residual_norm) else None
-            return replace(self._progress, residual_norm=lost, **spent)  # type: ignore[arg-type]  # named by activity
+            known = replace(self._progress, residual_norm=lost, digest_mismatches=self.mismatches)
+            return replace(known, **spent)  # type: ignore[arg-type]  # named by activity
 
-    def step(self, loss: float, tokens: int, skipped: int, seconds: float, exchange_seconds: float = 0.0) -> None:
+    def step(
+        self,
+        loss: float,
+        tokens: int,
+        skipped: int,
+        seconds: float,
+        exchange_seconds: float = 0.0,
+        bubble_seconds: float = 0.0,
+    ) -> None:
         """An inner step of the replica: mean loss over its ranks, tokens of all of them, skipped steps so far, and
-        of its `seconds` those in which gradients were exchanged.
+        of its `seconds` those in which gradients were exchanged, and those in which a stage waited for another.
         """
         with self._lock:
             before = self._progress
@@ -70,8 +82,9 @@ class Journal:
                 dense_bytes=round((before.step + 1 - self._first_step) * self._dense_per_step),
                 skipped_steps=skipped,
             )
-            self.seconds["compute"] += seconds - exchange_seconds
+            self.seconds["compute"] += seconds - exchange_seconds - bubble_seconds
             self.seconds["exchange"] += exchange_seconds
+            self.seconds["bubble"] += bubble_seconds
 
     def round(self, number: int, digest: str, seconds: float) -> None:
         """A round that this replica applied. Progress has it once it is settled."""
@@ -89,14 +102,16 @@ class Journal:
     def resume(self, before: Progress) -> None:
         """The run goes on from here: steps, tokens, round, digest, skipped steps, best evaluation of a checkpoint."""
         with self._lock:
-            total = self._progress.total_steps
-            self._progress, self._first_step = replace(before, total_steps=total), before.step
+            total, began = self._progress.total_steps, self._progress.saved_at
+            self._progress = replace(before, total_steps=total, saved_step=before.step, saved_at=began)
+            self._first_step = before.step
             self._marks = deque([(time.monotonic(), before.tokens)], maxlen=_RATE_STEPS)
 
     def checkpointed(self, stored: StoredCheckpoint) -> None:
         """A checkpoint that the whole view has written."""
         with self._lock:
-            self._progress = replace(self._progress, checkpoint=stored)
+            now = timestamp(time.time())
+            self._progress = replace(self._progress, checkpoint=stored, saved_step=stored.step, saved_at=now)
 
     def traffic(self, wan: Mapping[int, Wan]) -> None:
         """Bytes by other replica, all ranks of this one together."""

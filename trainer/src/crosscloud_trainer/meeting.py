@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from crosscloud_trainer import engine
 from crosscloud_trainer.compress import Codec, Reducer, codec_of
 from crosscloud_trainer.contract import ActivationCodec, Activity, ExitCode
+from crosscloud_trainer.contract.report import timestamp
 from crosscloud_trainer.environment import Attempt, PodEnvironment, read_attempt
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.group import ReplicaTotals, TorchGroup
@@ -237,6 +238,7 @@ class Watch:
         """The status with progress, view and what a round, or a step in stages, waits for."""
         exchange = self._meeting.exchange
         self._journal.settled(exchange.settled_round)
+        self._journal.mismatches = exchange.mismatches
         progress = self._journal.progress
         now, before = time.monotonic(), self._looked
         self._looked = now
@@ -246,11 +248,11 @@ class Watch:
         stalled = self._stall.since(waiting.since if waiting else None, self._moved() if waiting else 0, time.time())
         if waiting is not None and stalled is not None:
             activity = Activity.WAITING
-            progress = replace(progress, waiting_for=tuple(waiting.replicas), waiting_since=_told(stalled))
+            progress = replace(progress, waiting_for=tuple(waiting.replicas), waiting_since=timestamp(stalled))
         since = self._meeting.stages.awaited_since if self._meeting.stages is not None else None
         if since is not None and (lost := self._meeting.lost_stages()):
             activity = Activity.WAITING
-            progress = replace(progress, waiting_for_stages=lost, waiting_since=_told(since))
+            progress = replace(progress, waiting_for_stages=lost, waiting_since=timestamp(since))
         authority = exchange.authority
         return replace(
             status,
@@ -265,11 +267,6 @@ class Watch:
         """Bytes of rounds that this rank's link has moved, either way; heartbeats go on while a round stands still."""
         peers = self._meeting.link.traffic() if self._meeting.link is not None else []
         return sum(count[kind] for peer in peers for count in (peer.sent, peer.received) for kind in (PAYLOAD, RESULT))
-
-
-def _told(seconds: float) -> str:
-    """A time in seconds since 1970 as documents have it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def count_traffic(meeting: Meeting, journal: Journal, replica: ReplicaTotals, place: Place) -> None:

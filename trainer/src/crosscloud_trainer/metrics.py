@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
@@ -37,7 +39,8 @@ class RunCollector(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         progress = self._journal.progress
-        unsaved = progress.step - (progress.checkpoint.step if progress.checkpoint else 0)
+        saved = datetime.fromisoformat(progress.saved_at).timestamp() if progress.saved_at else None
+        age = max(0.0, time.time() - saved) if saved is not None else None
         ratio = progress.dense_bytes / progress.wan_bytes_sent if progress.wan_bytes_sent else None
         for name, text, value in (
             ("loss", f"Training loss, mean of the last {LOSS_STEPS} steps and of the ranks", progress.loss),
@@ -50,7 +53,8 @@ class RunCollector(Collector):
             ("round", "Rounds done", progress.round),
             ("tokens_per_second", "Tokens trained per second, mean over the last steps", progress.tokens_per_second),
             ("compression_ratio", "Bytes of an exchange in fp32 at every step over those that were sent", ratio),
-            ("unsaved_steps", "Inner steps since the last checkpoint, or since the start", unsaved),
+            ("unsaved_steps", "Inner steps since the last checkpoint, or since the start", progress.unsaved_steps),
+            ("checkpoint_age_seconds", "Time since the last checkpoint, or since the start", age),
             ("residual_norm", "Norm of what encoding has lost and later updates bring", progress.residual_norm),
         ):
             if value is not None:
@@ -62,6 +66,9 @@ class RunCollector(Collector):
         yield self._counter("skipped_steps", "Steps skipped for gradients that were not finite", progress.skipped_steps)
         yield self._counter(
             "dense_bytes", "What an exchange in fp32 at every step would have sent", progress.dense_bytes
+        )
+        yield self._counter(
+            "digest_mismatches", "Rounds before which replicas' outer states differed", progress.digest_mismatches
         )
         seconds = self._labelled("seconds", "Time by activity", "activity")
         for activity, value in journal.seconds.items():

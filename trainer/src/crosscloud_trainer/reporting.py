@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +28,7 @@ from crosscloud_trainer.contract import (
     read_json,
 )
 from crosscloud_trainer.contract.reading import rule
+from crosscloud_trainer.contract.report import timestamp
 
 _FIRST_PAUSE_SECONDS = 0.5
 _LAST_PAUSE_SECONDS = 10.0
@@ -123,11 +123,6 @@ def read_status(path: Path) -> Status | None:
         return None
 
 
-def now() -> str:
-    """RFC 3339, UTC."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
 class Reporter:
     """Sends the newest status: at once when the activity changes, otherwise as often as the sink likes."""
 
@@ -220,7 +215,7 @@ class Reporter:
             replica=self._identity.replica,
             incarnation=self._identity.incarnation,
             sequence=self._sequence,
-            time=now(),
+            time=timestamp(time.time()),
             activity=activity,
             progress=status.progress,
             detail=status.detail if completion is None else None,

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,13 +49,21 @@ class Boundary:
 
 
 class StageLink:
-    """This rank's ends of the boundaries before and after its stage."""
+    """This rank's ends of the boundaries before and after its stage; `waited` is the seconds it has waited there."""
 
-    def __init__(self, link: Link, mail: Mail, before: Boundary | None, after: Boundary | None) -> None:
-        self._link, self._mail = link, mail
+    def __init__(
+        self,
+        link: Link,
+        mail: Mail,
+        before: Boundary | None,
+        after: Boundary | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link, self._mail, self._clock = link, mail, clock
         self._before, self._after = before, after
         self._passes: Counter[MessageType] = Counter()
         self._taken: Counter[tuple[MessageType, RankId]] = Counter()
+        self.waited = 0.0
         for boundary in (before, after):
             if boundary is not None:
                 link.connect(boundary.peer)
@@ -83,7 +92,9 @@ class StageLink:
         self._link.send(boundary.peer, Message(kind, head, _encoded(values, boundary.codec)))
 
     def _receive(self, boundary: Boundary, kind: MessageType, micro_batch: int) -> torch.Tensor:
+        began = self._clock()
         message = self._mail.from_stage(boundary.peer, kind)
+        self.waited += self._clock() - began
         place = (kind, boundary.peer)
         self._taken[place] += 1
         values, number, told = _decoded(message, boundary)

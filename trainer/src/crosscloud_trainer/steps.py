@@ -88,16 +88,16 @@ class Steps:
 
     def _learn(self, number: int) -> int:
         """One inner step; returns the tokens of this rank that the replica has learned from in it."""
-        started = time.monotonic()
+        started, waited = time.monotonic(), self._waited()
         batches = list(self.task.micro_batches(number - 1, self.device))
         if self._pipeline is not None:
             own, report = self._pipeline.step([(batch.inputs, batch.weight) for batch in batches])
         else:
             own, report = self._pass(batches)
-        mean, leaves = self._agree(own)
+        mean, leaves, bubble = self._agree(own, self._waited() - waited)
         self._leaves = self.meeting.exchange.leaves = leaves
-        seconds = time.monotonic() - started
-        self.journal.step(mean, self._tokens * self.place.ranks, report.skipped, seconds, report.exchange_seconds)
+        seconds, tokens = time.monotonic() - started, self._tokens * self.place.ranks
+        self.journal.step(mean, tokens, report.skipped, seconds, report.exchange_seconds, bubble)
         # The ranks of all stages go through the same tokens.
         return learned_tokens(report, self._tokens) if self.place.position.first else 0
 
@@ -112,12 +112,18 @@ class Steps:
         assert report is not None, "the micro-batches of a step are as many as the engine accumulates"
         return float(torch.stack(losses).mean()), report
 
-    def _agree(self, loss: float) -> tuple[float, bool]:
-        """Mean loss over the ranks of the replica's last stage, and whether any rank was told to end. Collective."""
+    def _waited(self) -> float:
+        """Seconds in which this rank has waited for other stages."""
+        return 0.0 if self.meeting.stages is None else self.meeting.stages.waited
+
+    def _agree(self, loss: float, waited: float) -> tuple[float, bool, float]:
+        """Mean loss over the ranks of the replica's last stage, whether any rank was told to end, and how long a rank
+        has waited for other stages, in the mean over all. Collective.
+        """
         known = loss if self.place.position.last else 0.0
-        told = torch.tensor([known, float(self.stop.requested)], dtype=torch.float64, device=self.device)
-        total, requests = self._replica.sums(told).tolist()
-        return total / self.place.ranks, requests > 0
+        told = torch.tensor([known, float(self.stop.requested), waited], dtype=torch.float64, device=self.device)
+        total, requests, bubble = self._replica.sums(told).tolist()
+        return total / self.place.ranks, requests > 0, bubble / (self.place.ranks * self.place.stages)
 
     def _exchange(self, learned: int, *, last: bool) -> bool:
         """Whether a round has ended with this step."""

@@ -117,9 +117,9 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
         log.info("training: %d steps of %d tokens", steps, tokens_per_step)
         try:
             Steps(place, task, trained, algorithm, meeting, journal, device, steps, saver, stop, done).run()
-        except Failure:
+        except Exception:
             if status is not None:
-                status.close()  # it may have a last checkpoint to tell of
+                status.close()  # it may have a last checkpoint to tell of, or digests that differ
             raise
         if status is not None:
             status.update(activity=Activity.FINISHING, detail="waiting until all replicas have the last round")

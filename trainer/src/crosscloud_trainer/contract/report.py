@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 
 from crosscloud_trainer.contract.checkpoint import StoredCheckpoint
 from crosscloud_trainer.contract.manifest import Fault
@@ -19,6 +19,7 @@ from crosscloud_trainer.contract.reading import rule
 
 REPORT_VERSION = "report.crosscloud.dev/v1"
 REPORT_KEY = "report.json"  # the key in the ConfigMap
+ACTIVITIES = ("compute", "exchange", "waiting", "bubble")  # by which a replica's time is told apart
 _MOST_NATS = 700.0  # a double holds e to that power
 # RFC 3339 in UTC
 _TIME = (
@@ -47,13 +48,18 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, _MOST_NATS))
 
 
+def timestamp(seconds: float) -> str:
+    """Seconds since 1970 as RFC 3339, UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 @dataclass(frozen=True)
 class Progress:
     """Counters of the replica.
 
     `loss` is the mean training loss of the last steps, `first_loss` that of the first one. Bytes are those sent and
     received over the link; `digest` is that of the outer state. `checkpoint` is the newest one of this attempt that the
-    whole view has written.
+    whole view has written; `saved_step` and `saved_at` are of that one, or of what this attempt began from.
     """
 
     step: int = rule(minimum=0)
@@ -74,11 +80,16 @@ class Progress:
     compute_seconds: float = rule(0.0, minimum=0)
     exchange_seconds: float = rule(0.0, minimum=0)
     waiting_seconds: float = rule(0.0, minimum=0)  # of rounds that waited for others: no part of exchange_seconds
+    bubble_seconds: float = rule(0.0, minimum=0)  # of stages that waited for each other, in the mean over all ranks
     residual_norm: float | None = rule(None, minimum=0)  # of what encoding has lost and later updates bring
     digest: str | None = rule(None)
+    digest_mismatches: int = rule(0, minimum=0)  # rounds before which the replicas' outer states were found to differ
+    saved_step: int = rule(0, minimum=0)
+    saved_at: str | None = rule(None, pattern=_TIME)
     waiting_for: tuple[int, ...] = rule(())
     waiting_for_stages: tuple[int, ...] = rule(())  # of this replica, which its first stage has no connection to
     waiting_since: str | None = rule(None, pattern=_TIME)
+    checkpoint: StoredCheckpoint | None = rule(None)
 
     @property
     def awaited(self) -> str:
@@ -91,7 +102,15 @@ class Progress:
         """That of the last evaluation."""
         return None if self.validation_loss is None else perplexity(self.validation_loss)
 
-    checkpoint: StoredCheckpoint | None = rule(None)
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Time spent so far, by activity."""
+        return {activity: float(getattr(self, f"{activity}_seconds")) for activity in ACTIVITIES}
+
+    @property
+    def unsaved_steps(self) -> int:
+        """Inner steps that a failure now would cost."""
+        return self.step - self.saved_step
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from crosscloud_trainer.sizes import bytes_text
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LINE_SECONDS = 5.0
 _FRAMES_PER_SECOND = 8
-_COLOURS = {"compute": "green", "exchange": "blue", "waiting": "yellow"}
+_COLOURS = {"compute": "green", "exchange": "blue", "waiting": "yellow", "bubble": "magenta"}
 
 
 class Display(Protocol):

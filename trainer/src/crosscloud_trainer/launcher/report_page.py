@@ -13,7 +13,7 @@ from crosscloud_trainer.sizes import bytes_text
 _WIDTH, _HEIGHT = 560, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 14, 40
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
-_ACTIVITIES = {"compute": "#2ca02c", "exchange": "#1f77b4", "waiting": "#e0a100"}
+_ACTIVITIES = {"compute": "#2ca02c", "exchange": "#1f77b4", "waiting": "#e0a100", "bubble": "#a05fc0"}
 
 _STYLE = """
 :root{color-scheme:light dark}
@@ -190,14 +190,14 @@ def number_text(value: float) -> str:
 
 
 def shares_chart(state: RunState) -> str:
-    """One bar for each replica: compute, exchange, waiting."""
+    """One bar for each replica, of the activities that took any time."""
     bars: list[tuple[str, Mapping[str, float]]] = []
     for replica in state.replicas:
         progress = state.progress(replica)
         if progress is None:
             continue
-        known = {name: float(getattr(progress, f"{name}_seconds")) for name in _ACTIVITIES}
-        if sum(known.values()):
+        known = {activity: seconds for activity, seconds in progress.seconds.items() if seconds}
+        if known:
             bars.append((f"replica {replica}", known))
     if not bars:
         return "<p>nothing was measured</p>"
@@ -216,8 +216,9 @@ def shares_chart(state: RunState) -> str:
             if width > 44:
                 parts.append(f'<text x="{x + 6:.1f}" y="{top + 21}" style="fill:#fff">{share:.0%}</text>')
             x += width
-    for number, (activity, colour) in enumerate(_ACTIVITIES.items()):
+    shown = [activity for activity in _ACTIVITIES if any(activity in spent for _, spent in bars)]
+    for number, activity in enumerate(shown):
         x = _LEFT + 14 + 110 * number
-        parts.append(f'<rect x="{x}" y="{height - 22}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<rect x="{x}" y="{height - 22}" width="12" height="12" fill="{_ACTIVITIES[activity]}"/>')
         parts.append(f'<text x="{x + 18}" y="{height - 11}">{activity}</text>')
     return "".join([*parts, "</svg>"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crosscloud_trainer.contract import Activity, Progress, Report
+from crosscloud_trainer.contract.report import ACTIVITIES
 from crosscloud_trainer.launcher.manifest import Manifest
 
 _CURVE_POINTS = 400
@@ -113,15 +114,11 @@ class RunState:
         return pace * (slowest.total_steps - slowest.step)
 
     def shares(self) -> dict[str, float] | None:
-        """Share of the replicas' time by activity; None before any is known."""
-        parts = [report.progress for report in self.reports.values()]
-        spent = {
-            "compute": sum(part.compute_seconds for part in parts),
-            "exchange": sum(part.exchange_seconds for part in parts),
-            "waiting": sum(part.waiting_seconds for part in parts),
-        }
+        """Share of the replicas' time by activity that took any; None before any is known."""
+        parts = [report.progress.seconds for report in self.reports.values()]
+        spent = {activity: sum(part[activity] for part in parts) for activity in ACTIVITIES}
         whole = sum(spent.values())
-        return {name: value / whole for name, value in spent.items()} if whole else None
+        return {name: value / whole for name, value in spent.items() if value} if whole else None
 
     def progress(self, replica: int) -> Progress | None:
         report = self.reports.get(replica)

@@ -60,9 +60,7 @@ def scalars(progress: Progress) -> Mapping[str, float]:
         "wan/bytes sent": float(sent),
         "wan/compression ratio": progress.dense_bytes / sent if sent else None,
         "wan/residual norm": progress.residual_norm,
-        "time/compute": progress.compute_seconds,
-        "time/exchange": progress.exchange_seconds,
-        "time/waiting": progress.waiting_seconds,
+        **{f"time/{activity}": seconds for activity, seconds in progress.seconds.items()},
         "steps/skipped": float(progress.skipped_steps),
     }
     return {tag: value for tag, value in found.items() if value is not None}

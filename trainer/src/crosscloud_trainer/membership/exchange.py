@@ -46,7 +46,8 @@ class Waiting:
 class LinkExchange:
     """One rank's end of all rounds. `holders` is the layout of its own replica, `reducer` adds the cells that it owns.
 
-    `waiting`, `authority` and `settled_round` may be asked from any thread; all else belongs to the training thread.
+    `waiting`, `authority`, `settled_round` and `mismatches` may be asked from any thread; all else belongs to the
+    training thread.
     Every call that waits raises the LinkError that ended the link.
     """
 
@@ -77,6 +78,8 @@ class LinkExchange:
         """Set once this replica was told to end: the next round says so to the others."""
         self.leaving: tuple[int, ...] = ()
         """Replicas that said so in the last round: all stop after it."""
+        self.mismatches = 0
+        """Rounds before which the outer states were found to differ; the first one ends the attempt."""
         self._attempt = run.attempt
         self._holders = {replica: holders}
         self._cells: dict[Peer, PeerCells] = {}
@@ -163,6 +166,7 @@ class LinkExchange:
         self.leaving = rounds.leaving
         different = divergence(request.round, rounds.digests)
         if different:
+            self.mismatches += 1
             raise Diverged(different)
         weights, digests = rounds.weights, rounds.digests
         if not any(weights.values()):

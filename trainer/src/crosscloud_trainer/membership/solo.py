@@ -16,6 +16,7 @@ class SoloExchange:
         self.settled_round = 0
         self.leaves = False
         self.leaving: tuple[int, ...] = ()
+        self.mismatches = 0
 
     def exchange(self, request: RoundRequest) -> RoundResult:
         """The mean of one replica's update is that update."""
