@@ -7,6 +7,7 @@ In two:  as examples/library/job.yaml, with this file
 import argparse
 import pathlib
 import sysconfig
+import tempfile
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -48,7 +49,7 @@ def main() -> None:
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     )
     args = TrainingArguments(
-        output_dir="trainer-output",
+        output_dir=f"{tempfile.gettempdir()}/trainer-output",
         max_steps=options.steps,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
