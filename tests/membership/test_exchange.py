@@ -173,12 +173,30 @@ def test_a_refused_update_counts_for_nothing_and_all_take_the_same_decision(tmp_
 def test_outer_states_that_differ_end_all_replicas_and_name_the_wrong_one(tmp_path: Path) -> None:
     with met(field(tmp_path, [1, 1, 1])) as ranks:
         one_round(ranks, 1, [1, 1, 1])
+        assert [rank.exchange.mismatches for rank in ranks] == [0, 0, 0]
         faults = together(ranks, lambda rank: rank.round(2, 1, digest=8 if rank.replica == 1 else 7))
+        assert [rank.exchange.mismatches for rank in ranks] == [1, 1, 1]
     for fault in faults:
         assert isinstance(fault, Diverged)
         assert fault.exit_code == ExitCode.DIVERGED
         assert "before round 2" in str(fault)
         assert str(fault).endswith("replica 1 differs from the majority")
+
+
+def test_a_replica_that_has_ended_earlier_than_another_is_named_by_it(tmp_path: Path) -> None:
+    """C57: scripts that take unlike numbers of steps."""
+    with met(field(tmp_path, [1, 1])) as ranks:
+        one_round(ranks, 1, [1, 1])
+        settled: list[object] = []
+        ends = threading.Thread(
+            target=lambda: settled.extend(together(ranks[1:], lambda r: r.exchange.settle(DEADLINE)))
+        )
+        ends.start()
+        (fault,) = together(ranks[:1], lambda rank: rank.round(2, 1))
+        ends.join(DEADLINE)
+    assert isinstance(fault, RoundFailed)
+    assert str(fault).startswith("replica 1 has ended after round 1, and this one is in round 2")
+    assert settled == [None]
 
 
 def test_a_payload_that_is_not_finite_is_refused_before_it_is_decoded(tmp_path: Path) -> None:

@@ -102,6 +102,38 @@ def test_a_rank_that_lost_a_peer_is_not_the_cause_where_the_peer_explains_itself
     assert (end.code, end.message, end.rank) == (73, "rank 1: never finite", 1)
 
 
+UNFINISHED = "from crosscloud_trainer.environment import *; import os, time; begin_training(os.environ);"
+
+
+def test_a_rank_that_ends_well_before_its_training_has_is_a_failure_once_others_go_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_EARLY_SECONDS", 0.5)
+    running, _ = group(tmp_path, SLEEP, UNFINISHED)
+    end = running.wait(NEVER, nothing)
+    assert (end.code, end.message, end.rank) == (1, "rank 1 ended with exit code 0 before its training had ended", 1)
+
+
+def test_it_is_the_cause_where_others_only_lost_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_EXPLAIN_SECONDS", 0.5)
+    running, _ = group(tmp_path, "raise SystemExit(71)", UNFINISHED, SLEEP)
+    assert running.wait(NEVER, nothing).rank == 1
+
+
+def test_ranks_may_end_at_unlike_times_once_their_training_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_EARLY_SECONDS", 0.2)
+    done = f"{UNFINISHED} end_training(os.environ);"
+    running, _ = group(tmp_path, f"{done} time.sleep(1)", done, "import time; time.sleep(1)")
+    assert running.wait(NEVER, nothing).code == 0
+
+
+def test_ranks_that_all_end_without_training_have_had_nothing_to_do(tmp_path: Path) -> None:
+    running, _ = group(tmp_path, UNFINISHED, UNFINISHED)
+    assert running.wait(NEVER, nothing).code == 0
+
+
 def test_sigterm_is_passed_on_and_its_code_is_that_of_termination(tmp_path: Path) -> None:
     others = psutil.Process().children()
     mark = tmp_path / "ready"

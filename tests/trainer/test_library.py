@@ -22,7 +22,9 @@ from crosscloud_trainer.library import Alone
 from crosscloud_trainer.shard_optimizer import ShardOptimizer
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "library" / "train.py"
+WITH_TRAINER = SCRIPT.with_name("with_trainer.py")
 RUNNER = Path(__file__).parent / "alone.py"
+ENDS_ALONE = Path(__file__).parent / "ends_alone.py"
 STEPS, WINDOW = 12, 5
 ROUNDS = 3  # after steps 5 and 10, and at the end of the script
 MICRO_BATCHES = 2
@@ -41,8 +43,12 @@ JOBS: dict[str, dict[str, Any]] = {
         "sync": {"algorithm": "AllReduce", "codec": "None"},
         "failurePolicy": {"attempts": 1},
     },
+    "the Trainer": {"replicas": 2, "replica": {"zeroStage": 2}, "sync": {"innerSteps": WINDOW}},
     "other ZeRO stage": {"replicas": 1, "replica": {"zeroStage": 1}},
 }
+
+
+ONE_REPLICA_OF_TWO = {"replicas": 1, "replica": {"gpusPerStage": 2, "zeroStage": 3}, "failurePolicy": {"attempts": 1}}
 
 
 def job(folder: Path, script: dict[str, Any], **spec: Any) -> Path:
@@ -71,7 +77,8 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int,
     for name, spec in JOBS.items():
         folder = root / name
         args = ["--steps", str(STEPS), "--losses", str(folder / "losses")]
-        path = job(folder, {"file": str(SCRIPT), "args": args}, **spec)
+        script = WITH_TRAINER if name == "the Trainer" else SCRIPT
+        path = job(folder, {"file": str(script), "args": args}, **spec)
         options = ["--link", "100mbit", "--tensorboard"] if name == "two replicas" else []
         started[name] = (folder, start_local(path, folder / "out", *options))
     folder = root / "alone"
@@ -125,6 +132,35 @@ def test_under_all_reduce_two_replicas_of_one_rank_take_the_steps_of_one_replica
     assert events[-1]["digests_equal"] is True
     for rank in (0, 1):
         assert losses(folder, rank) == pytest.approx(losses(ends["alone"][0], rank), rel=5e-3)
+
+
+def test_the_trainer_of_transformers_takes_part_in_a_job_by_a_callback(ends: Any) -> None:
+    folder, code, events = ends["the Trainer"]
+    assert code == 0, events[-1]
+    end = events[-1]
+    assert (end["steps"], end["rounds"], end["digests_equal"]) == (STEPS, ROUNDS, True)
+    assert end["last_loss"] < end["first_loss"]
+    taken = [losses(folder, rank) for rank in (0, 1)]
+    assert [len(seen) for seen in taken] == [STEPS, STEPS]
+    assert taken[0] != taken[1], "each replica trains on data of its own"
+
+
+ALONE = {  # what rank 1 does, and the message of the job
+    "exits": (1, "rank 1: the script has ended on this rank after step 3, while rank 0 goes on"),
+    "exits at once": (1, "rank 1 ended with exit code 0 before its training had ended"),
+    "has no more data": (1, "rank 1: unexpected StopIteration"),
+}
+
+
+def test_a_rank_that_ends_alone_ends_the_job_with_its_own_message(tmp_path: Path) -> None:
+    """C57: by an exit or an exception; under ZeRO 3 the others wait for it in their next forward pass."""
+    started = {}
+    for how in ALONE:
+        path = job(tmp_path / how, {"file": str(ENDS_ALONE), "args": [how]}, **ONE_REPLICA_OF_TWO)
+        started[how] = start_local(path, tmp_path / how / "out")
+    for how, process in started.items():
+        code, events, _ = finished(process)
+        assert (code, ALONE[how][1] in events[-1]["message"]) == (ALONE[how][0], True), events[-1]
 
 
 def test_a_zero_stage_that_is_not_the_scripts_is_refused_by_the_name_of_the_field(ends: Any) -> None:

@@ -366,6 +366,10 @@ class Watcher(Protocol):
         """Instead of DeepSpeed's step; `plain` is that step. Once for each micro-batch."""
         ...
 
+    def forward(self) -> None:
+        """Before a forward pass in which the ranks gather the weights (ZeRO 3)."""
+        ...
+
 
 _watchers: weakref.WeakKeyDictionary[ShardOptimizer, Watcher] = weakref.WeakKeyDictionary()
 
@@ -384,7 +388,7 @@ def _wrap_engine() -> None:
 
     utils.ZERO_SUPPORTED_OPTIMIZERS.append(ShardOptimizer)
     kind = deepspeed.DeepSpeedEngine
-    plain_step, plain_backward = kind.step, kind.backward
+    plain_step, plain_backward, plain_forward = kind.step, kind.backward, kind.forward
 
     def watcher_of(engine: Any) -> Watcher | None:
         given = engine.client_optimizer
@@ -406,7 +410,14 @@ def _wrap_engine() -> None:
             watcher.backward(loss if unscaled else loss * self.gradient_accumulation_steps())
         return plain_backward(self, loss, *args, **kwargs)
 
-    kind.step, kind.backward = step, backward
+    @functools.wraps(plain_forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watcher = watcher_of(self)
+        if watcher is not None and self.zero_optimization_stage() == 3:
+            watcher.forward()
+        return plain_forward(self, *args, **kwargs)
+
+    kind.step, kind.backward, kind.forward = step, backward, forward
 
 
 def adopt(engine: Any, optimizer: ShardOptimizer, *, max_skipped_steps: int = 10) -> Engine:

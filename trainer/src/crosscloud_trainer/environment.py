@@ -200,6 +200,23 @@ def die_with_parent(environ: Mapping[str, str], signal_number: int) -> None:
         os.kill(os.getpid(), signal_number)
 
 
+def unfinished(error_file: Path) -> Path:
+    """The file that is there from a rank's beginning until its training has come to its end."""
+    return error_file.with_name(error_file.name + ".unfinished")
+
+
+def begin_training(environ: Mapping[str, str]) -> None:
+    """Tell the launcher that an end of this rank, also one without an error, would come too early."""
+    if path := environ.get(ERROR_FILE):
+        unfinished(Path(path)).touch()
+
+
+def end_training(environ: Mapping[str, str]) -> None:
+    """Tell the launcher that this rank's training has come to its end."""
+    if path := environ.get(ERROR_FILE):
+        unfinished(Path(path)).unlink(missing_ok=True)
+
+
 def leave_message(environ: Mapping[str, str], message: str) -> None:
     """Tell the launcher why this rank ends; it may read that even after a SIGKILL of the pod's other ranks."""
     path = environ.get(ERROR_FILE)

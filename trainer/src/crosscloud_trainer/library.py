@@ -28,7 +28,14 @@ import torch.distributed as dist
 from crosscloud_trainer import engine
 from crosscloud_trainer.allreduce import AllReduce
 from crosscloud_trainer.contract import Activity, ExitCode
-from crosscloud_trainer.environment import STATUS_FILE, die_with_parent, leave_message
+from crosscloud_trainer.departure import Departure, Store
+from crosscloud_trainer.environment import (
+    STATUS_FILE,
+    begin_training,
+    die_with_parent,
+    end_training,
+    leave_message,
+)
 from crosscloud_trainer.exchange import RoundReport
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.group import TorchGroup
@@ -45,6 +52,7 @@ from crosscloud_trainer.train import explained, serve_metrics
 log = logging.getLogger("crosscloud_trainer")
 
 LOG_STEPS = 50
+_END_SECONDS = 600.0  # how much later than others a rank may come to the end of a script that doesn't call `finish`
 
 
 class Alone:
@@ -94,6 +102,8 @@ class Joined:
         self._told = 0
         self._losses: list[torch.Tensor] = []
         self._finished = False
+        self._environ = environ
+        self._departure: Departure | None = None
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """What `deepspeed.initialize` is to be given in place of `optimizer`, which has not stepped yet."""
@@ -114,10 +124,15 @@ class Joined:
         """
         self._told += count
 
+    def forward(self) -> None:
+        self._departs().calls += 1
+
     def backward(self, loss: torch.Tensor) -> None:
+        self._departs().calls += 1
         self._losses.append(loss.detach())
 
     def step(self, deepspeed_engine: Any, plain: Callable[[], object]) -> None:
+        self._departs().calls += 1
         if self._run is None:
             assert self._optimizer is not None
             self._run = _Run(self._place, engine.adopt(deepspeed_engine, self._optimizer), self._status, self._planned)
@@ -126,7 +141,12 @@ class Joined:
             return
         tokens, self._told = self._told or 1, 0
         losses, self._losses = self._losses, []
-        self._run.step(plain, tokens, losses)
+        try:
+            self._run.step(plain, tokens, losses)
+        except Exception:
+            if self._status is not None:
+                self._status.close()  # it may have to tell of digests that differ
+            raise
 
     def finish(self, result: Path | str | None = None) -> None:
         """The end of training, before the script stores its model: the last window's round, so that all replicas have
@@ -139,18 +159,27 @@ class Joined:
         self._finished = True
         if self._run is None:
             raise Failure(ExitCode.INVALID_INPUT, "the script has ended without a step of the engine it wrapped")
+        self._departs().together(self._run.steps)
         self._run.finish()
         if self._place.first and self.replica == 0 and result is not None and self._status is not None:
             self._status.update(detail="storing the result")
             self._status.update(result_uri=store_folder(Storage(str(self.storage_uri)), Path(result)))
         if self._status is not None:
             self._status.close()
+        end_training(self._environ)
 
     def at_exit(self) -> None:
-        """The end of a script that hasn't called `finish`."""
-        if self._finished or self._run is None:
+        """The end of a script that hasn't called `finish`, or of one rank alone."""
+        if self._finished:
             return
-        if not dist.is_initialized():
+        met = dist.is_initialized()
+        if met:
+            self._departs().together(self._run.steps if self._run is not None else 0, _END_SECONDS)
+        if self._run is None:
+            if met:
+                end_training(self._environ)
+            return
+        if not met:
             if self._run.open_steps:
                 message = (
                     f"the last {self._run.open_steps} steps were not exchanged: the script destroyed its process group "
@@ -158,8 +187,14 @@ class Joined:
                 )
                 raise Failure(ExitCode.INVALID_INPUT, message)
             self._run.settle()
+            end_training(self._environ)
             return
         self.finish()
+
+    def _departs(self) -> Departure:
+        if self._departure is None:
+            self._departure = Departure(_store(), dist.get_rank(), dist.get_world_size())
+        return self._departure
 
 
 class _Run:
@@ -190,6 +225,11 @@ class _Run:
             serve_metrics(place, self._journal)
         self.open_steps = 0
         self._mark = time.monotonic()
+
+    @property
+    def steps(self) -> int:
+        """Taken so far."""
+        return self._journal.progress.step
 
     def step(self, plain: Callable[[], object], tokens: int, losses: list[torch.Tensor]) -> None:
         loss, tokens_of_all = self._mean(losses, tokens)
@@ -256,6 +296,7 @@ def join() -> Alone | Joined:
             sys.stderr.write("crosscloud: not in a job; join() and wrap() change nothing\n")
         return Alone()
     die_with_parent(environ, signal.SIGKILL)
+    begin_training(environ)
     sys.excepthook = functools.partial(_end, environ)
     logging.basicConfig(stream=sys.stdout, level=logging.WARNING, format="%(message)s")
     log.setLevel(logging.INFO)
@@ -290,6 +331,13 @@ def _status_file(place: Place, environ: Mapping[str, str]) -> StatusFile | None:
         return None
     status = Status(home=place.attempt.run.home.number, detail="the script prepares its training")
     return StatusFile(Path(environ[STATUS_FILE]), status, lambda now: now)
+
+
+def _store() -> Store:
+    """That by which the ranks of the script have met, by a connection of its own, since a thread uses it too."""
+    met: Any = dist.distributed_c10d._get_default_store()  # torch's stubs don't know of `clone`
+    store: Store = met.clone()
+    return store
 
 
 def _digest_of(path: str) -> str:

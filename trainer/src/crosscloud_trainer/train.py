@@ -32,7 +32,9 @@ from crosscloud_trainer.environment import (
     INITIAL_FOLDER,
     STATUS_FILE,
     Memory,
+    begin_training,
     die_with_parent,
+    end_training,
     leave_message,
 )
 from crosscloud_trainer.failures import Failure
@@ -254,8 +256,10 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     code = 0
+    begin_training(environ)
     try:
         train(Place.read(environ), environ, stop)
+        end_training(environ)
     except Exception as fault:  # noqa: BLE001 - the edge: every end becomes an exit code and a message
         failure = explained(fault)
         code = failure.code

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import IO
 
 from crosscloud_trainer.contract import ExitCode
-from crosscloud_trainer.environment import ERROR_FILE, PARENT
+from crosscloud_trainer.environment import ERROR_FILE, PARENT, unfinished
 
 _EXPLAIN_SECONDS = 5.0  # how long a rank that lost a peer waits for that peer's own words
+_EARLY_SECONDS = 30.0  # how long others go on beside one that ended without an error, but too early
 _POLL_SECONDS = 0.05
 
 
@@ -122,10 +123,11 @@ class RankGroup:
             if stopped():
                 ended.update(self._end_gently(grace, tick))
                 break
-            if failed:
+            if failed or self._early(ended):
                 lost_since = lost_since or time.monotonic()
                 explained = any(code != ExitCode.PEER_LOST for code in failed.values())
-                if explained or time.monotonic() - lost_since > _EXPLAIN_SECONDS:
+                limit = _EXPLAIN_SECONDS if failed else _EARLY_SECONDS
+                if explained or time.monotonic() - lost_since > limit:
                     self._kill()
                     break
             tick()
@@ -136,15 +138,22 @@ class RankGroup:
 
     def _verdict(self, ended: Mapping[int, int], stopped: bool) -> RankExit:
         failed = [(rank, code) for rank, code in ended.items() if code != 0]
-        if not failed:
+        early = self._early(ended) if failed or len(ended) < len(self._errors) else []
+        if not failed and not early:
             return RankExit(ExitCode.SUCCEEDED, "")
         if stopped:
             told = [self._message(rank, code) for rank, code in sorted(failed) if code == ExitCode.TERMINATED]
             return RankExit(ExitCode.TERMINATED, told[0] if told else "ended by SIGTERM")
         # a rank that only lost a peer isn't the cause while another one says what happened
         failed.sort(key=lambda item: item[1] == ExitCode.PEER_LOST)
+        if early and (not failed or failed[0][1] == ExitCode.PEER_LOST):
+            return RankExit(1, f"rank {early[0]} ended with exit code 0 before its training had ended", early[0])
         rank, code = failed[0]
         return RankExit(code, self._message(rank, code), rank)
+
+    def _early(self, ended: Mapping[int, int]) -> list[int]:
+        """Ranks that ended without an error before their training had."""
+        return sorted(rank for rank, code in ended.items() if code == 0 and unfinished(self._errors[rank]).exists())
 
     def _message(self, rank: int, code: int) -> str:
         try:

@@ -102,6 +102,7 @@ class Rounds:
         self._attempt = attempt
         self._rounds: dict[int, _Round] = {}
         self._prepared = dict.fromkeys(view, 0)
+        self._ended: dict[int, int] = {}  # the last round of replicas that have no more
         self._outgoing: list[Send] = []
 
     # what goes out
@@ -114,7 +115,10 @@ class Rounds:
     def begin(
         self, number: int, weight: int, digest: int, payloads: Mapping[Peer, Buffer], *, leaves: bool = False
     ) -> None:
-        """Enters a round. `payloads` has the bytes for each peer with a share, and is empty where the weight is 0."""
+        """Enters a round. `payloads` has the bytes for each peer with a share, and is empty where the weight is 0.
+
+        Raises RoundFailed if another replica can't take part any more.
+        """
         if self.number and number != self.number + 1:
             raise ValueError(f"round {number} can't follow round {self.number}")
         self._first = self._first or number
@@ -130,6 +134,7 @@ class Rounds:
         present.begun, present.weight, present.digest, present.leaves = True, weight, digest, leaves
         present.sent_payloads = payloads if weight else {}
         self._forget()
+        self._check_ended()
         for peer in self._shares:
             self._tell(peer, number, present)
 
@@ -146,7 +151,7 @@ class Rounds:
         self._forget()
 
     def settle(self) -> None:
-        """Says which round was prepared last, where no later round would say it."""
+        """Says that the present round is the last one and prepared: no later one would."""
         for peer in self._shares:
             self._send(peer, MessageType.PREPARED, self.number, _Round())
 
@@ -200,6 +205,15 @@ class Rounds:
         self._forget()
         if message.type in (MessageType.ANNOUNCE, MessageType.PAYLOAD, MessageType.RESULT):
             self._take_part(peer, head, message)
+        elif message.type is MessageType.PREPARED:
+            self._ended[peer[0]] = head.round
+            self._check_ended()
+
+    def _check_ended(self) -> None:
+        for replica, last in self._ended.items():
+            if last < self.number:
+                found = f"replica {replica} has ended after round {last}, and this one is in round {self.number}"
+                raise RoundFailed(f"{found}: all replicas must take equally many steps")
 
     def _take_part(self, peer: Peer, head: Head, message: Message) -> None:
         if self.number and not self._first <= head.round <= self.number + 2:
