@@ -163,6 +163,7 @@ class Wan:
         self._cut_after: int | None = None
         self.breaks = 0
         self._stop = False
+        self._passing = threading.Lock()  # no socket is closed while the thread works on it
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -176,9 +177,10 @@ class Wan:
 
     def heal(self) -> None:
         """New connections pass. Those of before stay dead, as after a long cut."""
-        for one in list(self._pairs):
-            self._drop(one)
-        self._black_hole = False
+        with self._passing:
+            for one in list(self._pairs):
+                self._drop(one)
+            self._black_hole = False
 
     def break_after(self, count: int) -> None:
         """Both directions are closed once `count` more bytes have passed, perhaps within a frame."""
@@ -194,11 +196,13 @@ class Wan:
 
     def _run(self) -> None:
         while not self._stop:
-            for key, _ in self._selector.select(0.02):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._pairs:
-                    self._pass(key.fileobj)
+            ready = self._selector.select(0.02)
+            with self._passing:
+                for key, _ in ready:
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._pairs:
+                        self._pass(key.fileobj)
 
     def _accept(self) -> None:
         near, _ = self._listener.accept()
