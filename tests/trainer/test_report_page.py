@@ -74,6 +74,22 @@ def test_few_and_equal_values_are_drawn_too(values: list[tuple[float, float]]) -
     assert all(math.isfinite(part) for line in points(svg) for point in line for part in point)
 
 
+@pytest.mark.parametrize(
+    ("values", "marks"),
+    [
+        ((150e3, 18e6), ["100.0 kB", "1.0 MB", "10.0 MB", "100.0 MB"]),
+        ((1.5e6, 9e6), ["1.0 MB", "2.0 MB", "5.0 MB", "10.0 MB"]),
+        ((1e6, 1e6), ["1.0 MB", "2.0 MB"]),
+    ],
+)
+def test_a_logarithmic_axis_has_round_numbers_that_enclose_the_values(
+    values: tuple[float, float], marks: list[str]
+) -> None:
+    svg = chart([Line("a", list(enumerate(values)), "#000")], "x", "bytes", log=True)
+    shown = re.findall(r'<text x="56" y="[0-9.]+" text-anchor="end">([^<]*)</text>', svg)
+    assert shown == marks
+
+
 def test_the_bars_of_time_have_the_replicas_shares(state: RunState) -> None:
     svg = shares_chart(state)
     assert "compute: 12.0 s, 75%" in svg

@@ -23,7 +23,7 @@ h1{font-size:1.5rem;margin-bottom:.2rem} h2{font-size:1.05rem;margin:.2rem 0}
 table{border-collapse:collapse;margin:1rem 0} td{padding:.15rem 1.2rem .15rem 0;vertical-align:top}
 td:first-child{opacity:.7}
 svg text{font:12px system-ui,sans-serif;fill:currentColor} svg .axis{stroke:currentColor;opacity:.25}
-svg .line{fill:none;stroke-width:1.8}
+svg .line{fill:none;stroke-width:1.8} svg{max-width:100%;height:auto}
 """
 
 
@@ -65,9 +65,11 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
         found.append(("training loss", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}"))
     if summary.validation_loss is not None:
         found.append(("validation loss", f"{summary.validation_loss:.4f}"))
+    if summary.best_validation_loss is not None:
+        found.append(("lowest validation loss", f"{summary.best_validation_loss:.4f}, after step {summary.best_step}"))
     if summary.ratio is not None:
         sent, dense = bytes_text(summary.wan_bytes), bytes_text(summary.dense_bytes)
-        found.append(("WAN", f"{sent} sent; in fp32 at every step: {dense}, {summary.ratio:,.0f} times as much"))
+        found.append(("WAN", f"{sent} sent; in fp32 at every step: {dense}, {times(summary.ratio)} times as much"))
     if summary.digests_equal is not None:
         word = "equal in all replicas" if summary.digests_equal else "DIFFERENT"
         found.append(("digests", f"{word} after {summary.rounds} rounds"))
@@ -124,29 +126,32 @@ def chart(lines: Sequence[Line], x_name: str, y_name: str, *, log: bool = False)
     if not drawn:
         return "<p>nothing was measured</p>"
     xs = [x for line in drawn for x, _ in line.points]
-    ys = [math.log10(y) if log else y for line in drawn for _, y in line.points]
-    x_axis, y_axis = _axis(min(xs), max(xs)), _axis(min(ys), max(ys))
+    ys = [y for line in drawn for _, y in line.points]
+    x_marks, y_marks = _marks(min(xs), max(xs)), (_log_marks if log else _marks)(min(ys), max(ys))
     height = _HEIGHT + 18 * len(drawn)
 
-    def place(x: float, y: float) -> str:
-        across = (x - x_axis[0]) / (x_axis[-1] - x_axis[0])
-        up = ((math.log10(y) if log else y) - y_axis[0]) / (y_axis[-1] - y_axis[0])
-        return f"{_LEFT + across * _plot_width():.1f},{_TOP + (1 - up) * _plot_height():.1f}"
+    def across(x: float) -> float:
+        return _LEFT + (x - x_marks[0]) / (x_marks[-1] - x_marks[0]) * _plot_width()
+
+    def down(y: float) -> float:
+        value, first, last = (math.log10(v) if log else v for v in (y, y_marks[0], y_marks[-1]))
+        return _TOP + (last - value) / (last - first) * _plot_height()
 
     parts = [f'<svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" role="img">']
-    parts += _grid(x_axis, [10**y for y in y_axis] if log else y_axis, x_name, y_name)
+    text = (lambda value: bytes_text(round(value))) if y_name == "bytes" else number_text
+    parts += _grid([(across(x), number_text(x)) for x in x_marks], [(down(y), text(y)) for y in y_marks], x_name)
     for line in drawn:
         dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-        points = " ".join(place(x, y) for x, y in line.points)
+        points = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in line.points)
         parts.append(f'<polyline class="line" stroke="{line.colour}"{dash} points="{points}"/>')
         if len(line.points) == 1:
-            across, down = place(*line.points[0]).split(",")
-            parts.append(f'<circle cx="{across}" cy="{down}" r="3" fill="{line.colour}"/>')
+            x, y = line.points[0]
+            parts.append(f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="3" fill="{line.colour}"/>')
     for number, line in enumerate(drawn):
-        y = _HEIGHT + 12 + 18 * number
+        top = _HEIGHT + 12 + 18 * number
         dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-        parts.append(f'<path class="line" stroke="{line.colour}"{dash} d="M{_LEFT} {y - 4}h28"/>')
-        parts.append(f'<text x="{_LEFT + 36}" y="{y}">{html.escape(line.name)}</text>')
+        parts.append(f'<path class="line" stroke="{line.colour}"{dash} d="M{_LEFT} {top - 4}h28"/>')
+        parts.append(f'<text x="{_LEFT + 36}" y="{top}">{html.escape(line.name)}</text>')
     return "".join([*parts, "</svg>"])
 
 
@@ -158,7 +163,7 @@ def _plot_height() -> int:
     return _HEIGHT - _TOP - _BOTTOM
 
 
-def _axis(low: float, high: float) -> list[float]:
+def _marks(low: float, high: float) -> list[float]:
     """Four to eight round numbers that enclose the values."""
     span = (high - low) or abs(high) or 1.0
     size = 10.0 ** math.floor(math.log10(span))
@@ -167,21 +172,38 @@ def _axis(low: float, high: float) -> list[float]:
     return [number * unit for number in range(first, last + 1)]
 
 
-def _grid(xs: Sequence[float], ys: Sequence[float], x_name: str, y_name: str) -> list[str]:
+def _log_marks(low: float, high: float) -> list[float]:
+    """The same on a logarithmic axis: 1, 2 and 5 times powers of ten, or the powers alone where those are many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
+    marks = [part * 10.0**power for power in powers for part in (1, 2, 5)]
+    within = _enclosing(marks, low, high)
+    return within if len(within) <= 7 else _enclosing([10.0**power for power in powers], low, high)
+
+
+def _enclosing(marks: Sequence[float], low: float, high: float) -> list[float]:
+    first = max(number for number, mark in enumerate(marks) if mark <= low)
+    last = min(number for number, mark in enumerate(marks) if mark >= high and number > first)
+    return list(marks[first : last + 1])
+
+
+def _grid(xs: Sequence[tuple[float, str]], ys: Sequence[tuple[float, str]], x_name: str) -> list[str]:
+    """Lines at these places, and what stands at them."""
     bottom = _TOP + _plot_height()
     parts = []
-    for number, value in enumerate(xs):
-        x = _LEFT + number / (len(xs) - 1) * _plot_width()
+    for x, shown in xs:
         parts.append(f'<path class="axis" d="M{x:.1f} {_TOP}V{bottom}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{number_text(value)}</text>')
-    for number, value in enumerate(ys):
-        y = bottom - number / (len(ys) - 1) * _plot_height()
-        shown = bytes_text(round(value)) if y_name == "bytes" else number_text(value)
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{shown}</text>')
+    for y, shown in ys:
         parts.append(f'<path class="axis" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{shown}</text>')
     middle = _LEFT + _plot_width() / 2
     parts.append(f'<text x="{middle}" y="{bottom + 34}" text-anchor="middle">{html.escape(x_name)}</text>')
     return parts
+
+
+def times(ratio: float) -> str:
+    """With a decimal where the number is small."""
+    return f"{ratio:,.1f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
 def number_text(value: float) -> str:
