@@ -80,11 +80,18 @@ class Rank:
 
     def payload(self, values: torch.Tensor) -> EncodedCells:
         """The encoding of this rank's cells of a flat update."""
+        return self._encoded(values, self.codec)
+
+    def exact_payload(self, values: torch.Tensor) -> EncodedCells:
+        """The same cells as fp32."""
+        return self._encoded(values, codec("None"))
+
+    def _encoded(self, values: torch.Tensor, codec: Codec) -> EncodedCells:
         ids = self.holders.held(self.rank)
         parts = [values[first:stop] for first, stop in map(span, ids.tolist())]
         lengths = INDEX.lengths(ids)
         flat = torch.cat(parts) if parts else torch.empty(0)
-        return EncodedCells(self.codec, ids, lengths, self.codec.encode(flat, lengths))
+        return EncodedCells(codec, ids, lengths, codec.encode(flat, lengths))
 
     def round(self, number: int, weight: int, digest: int = 7) -> RoundResult:
         payload = self.payload(update(self.replica, number)) if weight else None

@@ -150,10 +150,30 @@ def test_payload_and_result_bytes_are_those_of_the_formula(tmp_path: Path) -> No
     encoded = payload_bytes(CodecSpec("Int8"), elements)
     assert sent == received
     for kind, total in sent.items():
-        # Every cell goes from two replicas to its owner and back; each message has 12 bytes of lengths and 72 of head.
-        messages, rest = divmod(total - 2 * encoded, 84)
+        # Every cell goes from two replicas to its owner and back; each message has 12 bytes of lengths and 80 of head.
+        messages, rest = divmod(total - 2 * encoded, 92)
         assert rest == 0, kind
         assert 6 <= messages <= 10, kind
+
+
+def test_in_an_exact_round_all_have_the_values_of_the_one_replica_that_sends_them(tmp_path: Path) -> None:
+    """Between two rounds of updates, whose codec loses something, and whose messages are of other sizes."""
+    with met(field(tmp_path, [2, 1, 3], "TopK")) as ranks:
+        sent = update(1, 7)
+
+        def exact(rank: Rank) -> RoundResult:
+            cells = rank.exact_payload(sent) if rank.replica == 1 else None
+            weight = int(rank.replica == 1)
+            answer = rank.exchange.exchange(RoundRequest(2, weight, cells, 7, state=rank.replica, exact=True))
+            rank.exchange.prepared(2)
+            return answer
+
+        one_round(ranks, 1, [1, 1, 1])
+        answers = results(together(ranks, exact))
+        for body in whole(ranks, answers).values():
+            np.testing.assert_array_equal(np.frombuffer(body, dtype="<f4"), sent.numpy())
+        assert all(answer.states == {0: 0, 1: 1, 2: 2} for answer in answers)
+        assert len(set(whole(ranks, one_round(ranks, 3, [1, 1, 1])).values())) == 1
 
 
 def test_a_refused_update_counts_for_nothing_and_all_take_the_same_decision(tmp_path: Path) -> None:

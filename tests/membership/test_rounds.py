@@ -290,7 +290,7 @@ def test_who_differs_is_told_where_a_majority_can_tell() -> None:
 def test_a_replica_that_was_told_to_end_says_so_in_its_round_and_all_hear_it_in_that_round() -> None:
     rounds = begun()
     assert rounds.leaving == ()
-    said = Head(ATTEMPT, OLD, 1, 5, 11, 0, leaves=True)
+    said = Head(ATTEMPT, OLD, 1, 5, 11, 0, leaves=True, state=2**64 - 1)
     assert Head.unpack(said.pack()) == said
     rounds.received((1, 0), Message(MessageType.ANNOUNCE, said.pack(), b""))
     assert rounds.leaving == (1,)

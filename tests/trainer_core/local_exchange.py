@@ -11,6 +11,7 @@ import torch
 from torch.distributed import Store
 
 from crosscloud_trainer.compress import Codec, EncodedCells, Reducer
+from crosscloud_trainer.compress.none import NoneCodec
 from crosscloud_trainer.exchange import RoundRequest, RoundResult
 from crosscloud_trainer.layout import HolderMap, Ids, Index
 from crosscloud_trainer.membership.errors import Diverged
@@ -42,53 +43,58 @@ class StoreExchange:
         self._peers = peers(index, self.view, holders, replica, rank)
         owned = own_cells(index, self.view, holders[replica], replica, rank)
         self._reducer = Reducer(codec, index, owned, error_feedback=error_feedback)
+        self._exact = Reducer(NoneCodec(), index, owned, error_feedback=False)
 
     def exchange(self, request: RoundRequest) -> RoundResult:
         number, payload = request.round, request.payload
-        header = {"weight": request.weight, "digest": request.digest}
+        header = {"weight": request.weight, "digest": request.digest, "state": request.state}
         self._store.set(f"{number}/head/{self.replica}/{self.rank}", json.dumps(header))
         heads = {replica: json.loads(self._store.get(f"{number}/head/{replica}/0")) for replica in self.view}
         weights = {replica: head["weight"] for replica, head in heads.items()}
         digests = {replica: head["digest"] for replica, head in heads.items()}
+        states = {replica: head["state"] for replica, head in heads.items()}
         if text := divergence(number, digests):
             raise Diverged(text)
         if not any(weights.values()):
-            return RoundResult(None, weights, digests)
+            return RoundResult(None, weights, digests, states)
+        codec = NoneCodec() if request.exact else self._codec
         if payload is not None:
             for peer, cells in self._peers.items():
                 self._send(number, "payload", peer, payload.select(cells.send))
-        owned = self._reduce(number, weights, payload)
+        owned = self._reduce(codec, number, weights, payload)
         for peer, cells in self._peers.items():
             self._send(number, "result", peer, owned.select(cells.receive))
-        parts = [self._receive(number, "result", peer, cells.send) for peer, cells in self._peers.items()]
-        return RoundResult(EncodedCells.merged([owned, *parts]), weights, digests)
+        parts = [self._receive(codec, number, "result", peer, cells.send) for peer, cells in self._peers.items()]
+        return RoundResult(EncodedCells.merged([owned, *parts]), weights, digests, states)
 
     def prepared(self, round_number: int) -> None:
         self.prepared_rounds.append(round_number)
 
-    def _reduce(self, number: int, weights: Mapping[int, int], payload: EncodedCells | None) -> EncodedCells:
+    def _reduce(
+        self, codec: Codec, number: int, weights: Mapping[int, int], payload: EncodedCells | None
+    ) -> EncodedCells:
         payloads: dict[int, EncodedCells | None] = dict.fromkeys(self.view)
         if payload is not None:
             payloads[self.replica] = payload.select(self._reducer.owned)
         for replica in self.view:
             if replica != self.replica and weights[replica]:
                 parts = [
-                    self._receive(number, "payload", peer, cells.receive)
+                    self._receive(codec, number, "payload", peer, cells.receive)
                     for peer, cells in self._peers.items()
                     if peer[0] == replica
                 ]
                 empty = self._index.lengths(self._reducer.owned[:0])
-                nothing = EncodedCells(self._codec, self._reducer.owned[:0], empty, torch.empty(0, dtype=torch.uint8))
+                nothing = EncodedCells(codec, self._reducer.owned[:0], empty, torch.empty(0, dtype=torch.uint8))
                 payloads[replica] = EncodedCells.merged([nothing, *parts])
-        return self._reducer.reduce(payloads, weights)
+        return (self._reducer if codec is self._codec else self._exact).reduce(payloads, weights)
 
     def _send(self, number: int, kind: str, peer: tuple[int, int], cells: EncodedCells) -> None:
         self._store.set(f"{number}/{kind}/{self.replica}/{self.rank}/{peer}", bytes(cells.buffer()))
 
-    def _receive(self, number: int, kind: str, peer: tuple[int, int], ids: Ids) -> EncodedCells:
+    def _receive(self, codec: Codec, number: int, kind: str, peer: tuple[int, int], ids: Ids) -> EncodedCells:
         sender = f"{peer[0]}/{peer[1]}"
         buffer = self._store.get(f"{number}/{kind}/{sender}/{(self.replica, self.rank)}")
-        return EncodedCells.received(self._codec, self._index, ids, buffer)
+        return EncodedCells.received(codec, self._index, ids, buffer)
 
 
 class ThreadGroup:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from trainer_core.local_exchange import StoreExchange, StoreLeaders, StoreNeighbours
 from trainer_core.tiny_llama import STEPS, batches, loss_of, model, optimizer_and_schedule
 
+from crosscloud_trainer.agreement import agree
 from crosscloud_trainer.allreduce import AllReduce
 from crosscloud_trainer.compress import codec_named
 from crosscloud_trainer.contract import OuterOptimizer
@@ -27,6 +28,7 @@ from crosscloud_trainer.group import TorchGroup
 from crosscloud_trainer.layout import HolderMap, Index
 from crosscloud_trainer.models.stages import Stage
 from crosscloud_trainer.pipeline import Pipeline, Position, StageNorm, StageTotals
+from crosscloud_trainer.shard import digest
 
 
 def engine_of(stage: int, precision: Any = "fp32", frozen: bool = False, **settings: Any) -> Engine:
@@ -131,10 +133,13 @@ def allreduce_replica(
     clip_norm: float,
     codec: str = "None",
     bad_step: int = 0,
+    drift_step: int = 0,
+    resync_rounds: int = 500,
 ) -> Any:
     """One of the replicas of a job, with so many `ranks` each, that exchange every gradient by a store.
 
-    The last rank of the last replica has a gradient that isn't finite in `bad_step`.
+    The last rank of the last replica has a gradient that isn't finite in `bad_step`. After `drift_step` the last
+    replica's weights and optimizer state are off in their last bits.
     """
     store = dist.PrefixStore(name, store_of(port))
     engine = engine_of(stage, clip_norm=clip_norm)
@@ -153,9 +158,11 @@ def allreduce_replica(
         exchange,
         codec_named(codec),
         tokens=64 * ranks[replica],
+        state=engine,
+        resync_rounds=resync_rounds,
     )
     engine.exchange = algorithm
-    result: dict[str, list[Any]] = {"losses": [], "digests": [], "applied": [], "rates": []}
+    result: dict[str, list[Any]] = {"losses": [], "digests": [], "applied": [], "rates": [], "states": [], "kept": []}
     worst = (len(ranks) - 1, ranks[-1] - 1)
     for number, tokens in enumerate(batches(sum(ranks[:replica]) + engine.rank, steps), start=1):
         loss = engine(input_ids=tokens, labels=tokens).loss
@@ -169,9 +176,25 @@ def allreduce_replica(
         result["applied"].append((step.applied, report.applied))
         result["rates"].append(step.learning_rate)
         result["digests"].append(report.digest)
+        if not drift_step:
+            continue
+        if number == drift_step and replica == len(ranks) - 1:
+            engine.set_state([vector.nextafter(vector + 1) for vector in engine.state()])
+        own = digest(engine.index, engine.shard.intervals, engine.state())
+        result["states"].append(agree(TorchGroup(device), [], own)[1])
+        result["kept"].append(_kept(engine))
     losses: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(losses, result["losses"])
     return {**result, "losses": losses}
+
+
+def _kept(engine: Any) -> list[str]:
+    """All that each rank works on, weights and what its optimizer keeps of them, as one number of each rank."""
+    places = [values for _, values in engine.optimizer_places()]
+    states = [value for _, state in engine._optimizer.states() for value in state.values() if value.dim()]
+    told = [""] * dist.get_world_size()
+    dist.all_gather_object(told, float(sum(value.double().sum() for value in [*places, *states])).hex())
+    return told
 
 
 def pipeline_stage(

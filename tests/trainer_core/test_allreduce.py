@@ -26,12 +26,13 @@ f32 = np.float32
 class Rank(threading.Thread):
     """One rank of one replica: gives it the gradient of each step, or None for a step that isn't finite."""
 
-    def __init__(self, group, layout, exchange, codec, start, gradients, tokens):
+    def __init__(self, group, layout, exchange, codec, start, gradients, tokens, more):
         super().__init__(daemon=True)
         self.layout, self.group, self.gradients = layout, group, gradients
         self.intervals = layout.shards[group.rank]
         weights = self.shard_of(start)
-        self.make = lambda: AllReduce(layout, weights, group, group, exchange, codec_named(codec), tokens=tokens)
+        settings = {"tokens": tokens, **more(self, exchange.replica)}
+        self.make = lambda: AllReduce(layout, weights, group, group, exchange, codec_named(codec), **settings)
         self.norms: list[float | None] = []
         self.means: list[np.ndarray] = []
         self.reports = []
@@ -61,7 +62,7 @@ class Rank(threading.Thread):
             self.group.abort()
 
 
-def play(replicas, codec, start, gradients, tokens):
+def play(replicas, codec, start, gradients, tokens, more=lambda _rank, _replica: {}):
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
     holders = {replica: layout.holders for replica, layout in replicas.items()}
@@ -69,7 +70,7 @@ def play(replicas, codec, start, gradients, tokens):
     for replica, layout in replicas.items():
         for group in ThreadGroup.of(layout.ranks):
             exchange = StoreExchange(store, layout.index, holders, replica, group.rank, codec_named(codec))
-            rank = Rank(group, layout, exchange, codec, start, gradients[replica], tokens[replica])
+            rank = Rank(group, layout, exchange, codec, start, gradients[replica], tokens[replica], more)
             ranks[replica].append(rank)
             rank.start()
     for rank in (rank for group in ranks.values() for rank in group):
@@ -166,6 +167,47 @@ def test_a_step_that_all_skip_leaves_the_residuals_as_they_were(codec):
     for replica in (0, 1):
         for old, new in zip(before[replica], after[replica], strict=True):
             torch.testing.assert_close(new.algorithm.residual, old.algorithm.residual, rtol=0, atol=1e-5)
+
+
+class Kept:
+    """The state of a replica on one rank: its vectors, as they would be after steps on unlike hardware."""
+
+    def __init__(self, rank, vectors):
+        self.shards = [rank.shard_of(vector) for vector in vectors]
+
+    def state(self):
+        return [shard.read().clone() for shard in self.shards]
+
+    def set_state(self, vectors):
+        for shard, vector in zip(self.shards, vectors, strict=True):
+            shard.write(vector)
+
+
+@pytest.mark.parametrize("codec", ["None", "Int8", "TopK"])
+@pytest.mark.parametrize("alike", [True, False])
+def test_replicas_whose_states_have_drifted_apart_take_over_that_of_the_first_one(codec, alike):
+    start, gradients = drawn(INDEX, 8, 5, (0, 1, 2))
+    other = -start
+    other[0] = -0.0
+    drifted = np.nextafter(start, np.inf)
+    vectors = {0: [start, other], 1: [start, other if alike else np.nextafter(other, np.inf)]}
+    vectors[2] = [start if alike else drifted, other]
+
+    def kept(rank, replica):
+        rank.kept = Kept(rank, vectors[replica])
+        return {"state": rank.kept, "resync_rounds": 3}
+
+    ranks = play({0: TWO, 1: THREE, 2: TWO}, codec, start, gradients, dict.fromkeys(range(3), 1), kept)
+    for replica, layout in {0: TWO, 1: THREE, 2: TWO}.items():
+        for number, vector in enumerate(vectors[0]):
+            found = whole([rank.kept.state()[number].numpy() for rank in ranks[replica]], layout)
+            assert found.tobytes() == vector.tobytes()
+    every = [rank for group in ranks.values() for rank in group]
+    assert len({rank.algorithm.digest for rank in every}) == 1
+    # the step of round 3 is followed by one round for each vector
+    assert {tuple(report.round for report in rank.reports) for rank in every} == {
+        (1, 2, 3, 4, 5) if alike else (1, 2, 3, 6, 7)
+    }
 
 
 def test_replicas_that_start_from_unlike_weights_have_unlike_digests():

@@ -14,7 +14,9 @@ JOBS = {
     "five": ([1, 1, 1, 1, 1], [0, 1, 2, 3, 0]),
 }
 """By name: ranks and ZeRO stage of each replica."""
-HOSTS = {"two": ["pair", 0], "three": [0, 1, 2], "five": [0, 1, 2, 3, 4]}
+DRIFT = {"drift": ([1, 2], [2, 0])}
+DRIFT_STEP, RESYNC_ROUNDS = 2, 4
+HOSTS = {"drift": [0, "pair"], "two": ["pair", 0], "three": [0, 1, 2], "five": [0, 1, 2, 3, 4]}
 """Which processes run the replicas: a replica of two ranks, and five of one; to start them takes the longest."""
 BAD_STEP = 3
 
@@ -24,10 +26,13 @@ def ours():
     """What all replicas of all jobs did, by name."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(minutes=10), wait_for_workers=False)
     plans = {host: [] for host in ["pair", *range(5)]}
-    for name, (ranks, stages) in JOBS.items():
+    for name, (ranks, stages) in {**JOBS, **DRIFT}.items():
         for number, stage in enumerate(stages):
             arguments = {"port": store.port, "name": name, "replica": number, "ranks": ranks, "stage": stage}
             more = {"steps": STEPS, "clip_norm": CLIP_NORM}
+            if name in DRIFT:
+                more = {"steps": 5, "clip_norm": CLIP_NORM, "codec": "Int8", "drift_step": DRIFT_STEP}
+                more["resync_rounds"] = RESYNC_ROUNDS
             plans[HOSTS[name][number]].append([name, "allreduce_replica", {**arguments, **more}])
             if name == "two":
                 more = {"name": "spoilt", "steps": 6, "clip_norm": CLIP_NORM, "codec": "Int8", "bad_step": BAD_STEP}
@@ -62,3 +67,13 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all_replicas_and_by
         assert replica["rates"][BAD_STEP - 1] == replica["rates"][BAD_STEP] != replica["rates"][BAD_STEP + 1]
     assert first["digests"] == second["digests"]
     assert first["rates"] == second["rates"]
+
+
+def test_replicas_that_have_drifted_apart_are_alike_to_the_bit_after_the_next_comparison(ours):
+    """ZeRO 2 on one rank, and ZeRO 0 on two that take over, of which each works on everything."""
+    first, second = ours["drift"]
+    for step in range(DRIFT_STEP - 1, RESYNC_ROUNDS - 1):
+        assert first["states"][step] != second["states"][step]
+    assert first["states"][RESYNC_ROUNDS - 1] == second["states"][RESYNC_ROUNDS - 1]
+    assert first["digests"] == second["digests"]
+    assert len(set(second["kept"][RESYNC_ROUNDS - 1])) == 1

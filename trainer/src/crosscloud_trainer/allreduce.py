@@ -12,9 +12,14 @@ A round is one inner step. In it, on every rank of every replica of the view:
 
 The user's optimizer then steps on the same gradient everywhere. Its arithmetic isn't ours, so unlike hardware may drift
 apart in the last bits; the digest therefore chains what was agreed (results and participants), not the weights.
+
+Now and then replicas tell each other a digest of their weights and optimizer state. Where these differ, rounds follow
+the step whose content is those of the first replica, as they are: one for the weights, one for each thing that the
+optimizer keeps of an element. All replicas take them over, and are alike again to the bit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +27,7 @@ import torch
 from crosscloud_trainer.agreement import agree
 from crosscloud_trainer.compress import Codec, EncodedCells, ErrorFeedback
 from crosscloud_trainer.compress.codec import Lengths, encodable, runs
+from crosscloud_trainer.compress.none import NoneCodec
 from crosscloud_trainer.exchange import RoundExchange, RoundReport, RoundRequest, RoundResult
 from crosscloud_trainer.group import ReplicaTotals, StageGroup
 from crosscloud_trainer.holding import Holding
@@ -29,6 +35,21 @@ from crosscloud_trainer.layout import ReplicaLayout
 from crosscloud_trainer.shard import DIGEST_BITS, Shard, digest
 
 _CHAIN = 0x9E3779B97F4A7C15  # odd, so that no history is lost: the multiplier of SplitMix64
+
+
+RESYNC_ROUNDS = 500  # replicas compare their states so often; that costs 8 bytes
+
+
+class ReplicaState(Protocol):
+    """What the steps of a replica make, on one rank. Both calls are collective."""
+
+    def state(self) -> list[torch.Tensor]:
+        """Weights, then each thing that the optimizer keeps of an element: compact flat fp32, by intervals."""
+        ...
+
+    def set_state(self, vectors: Sequence[torch.Tensor]) -> None:
+        """The inverse of `state`; working weights and other ranks follow."""
+        ...
 
 
 class AllReduce:
@@ -47,9 +68,11 @@ class AllReduce:
         *,
         tokens: int,
         error_feedback: bool = True,
+        state: ReplicaState | None = None,
+        resync_rounds: int = RESYNC_ROUNDS,
     ) -> None:
         """`tokens` is what the whole replica trains on in a step; `shard` the fp32 weights, of which replicas start
-        with equal ones.
+        with equal ones. Of `state` replicas are kept alike; without it nothing is compared.
         """
         self.round = 0
         self._shard = shard
@@ -62,6 +85,8 @@ class AllReduce:
         self._holding = Holding(layout, group, codec)
         self._feedback = ErrorFeedback(codec, self._holding.lengths, shard.device, enabled=error_feedback)
         self._report: RoundReport | None = None
+        self._group, self._state, self._resync_rounds = group, state, resync_rounds
+        self._unlike = False  # replicas have told unlike states in the round of this step
         self.digest = self._weights_digest()
 
     @property
@@ -93,6 +118,8 @@ class AllReduce:
             self.digest = self._weights_digest()
             self._report = self._told({self._exchange.replica: self.tokens}, None, applied=True)
             self._exchange.prepared(self.round)
+        if self._unlike:
+            self._resync()
         report, self._report = self._report, None
         assert report is not None, "the engine has not asked for the exchange of this step"
         return report
@@ -139,7 +166,35 @@ class AllReduce:
     def _ask(self, payload: EncodedCells | None) -> RoundResult:
         self.round += 1
         weight = self.tokens if payload is not None else 0
-        return self._exchange.exchange(RoundRequest(self.round, weight, payload, self.digest))
+        told = self._state_digest() if self.round % self._resync_rounds == 0 else 0
+        answer = self._exchange.exchange(RoundRequest(self.round, weight, payload, self.digest, told))
+        self._unlike = len(set(answer.states.values())) > 1
+        return answer
+
+    def _state_digest(self) -> int:
+        if self._state is None:
+            return 0
+        own = digest(self._shard.index, self._shard.intervals, self._state.state())
+        return agree(self._replica, [], own)[1]
+
+    def _resync(self) -> None:
+        """All replicas take over the state of the first one."""
+        assert self._state is not None
+        self._unlike = False
+        codec = NoneCodec()
+        holding = Holding(self._layout, self._group, codec)
+        mine = self._exchange.replica == self._exchange.view[0]
+        taken = []
+        for vector in self._state.state():
+            self.round += 1
+            data = codec.encode(holding.gather(vector), holding.lengths)
+            payload = EncodedCells(codec, holding.ids, holding.lengths, data.cpu()) if mine else None
+            answer = self._exchange.exchange(RoundRequest(self.round, int(mine), payload, self.digest, exact=True))
+            assert answer.result is not None, "the first replica sends its state"
+            taken.append(holding.spread(answer.result, holding.decode(answer.result, vector.device)))
+            self._replica.total([0])  # all ranks of this replica have what they need
+            self._exchange.prepared(self.round)
+        self._state.set_state(taken)
 
     def _end(self, answer: RoundResult, payload: EncodedCells | None, agreed: int, *, applied: bool) -> None:
         """The replica has prepared the round: all its ranks have what they need."""

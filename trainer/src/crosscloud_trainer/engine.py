@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -235,6 +235,34 @@ class Engine:
         """What the user's optimizer works on here, and so keeps state for, by interval of the model."""
         return self._insides.places()
 
+    def state(self) -> list[torch.Tensor]:
+        """Weights, then what the optimizer keeps of each element, by name: compact fp32 by the shard's intervals.
+        Collective.
+        """
+        kept = self._insides.states()
+        return [self.shard.read(), *(_compact(name, self.shard.intervals, kept) for name in self._kept_names(kept))]
+
+    def set_state(self, vectors: Sequence[torch.Tensor]) -> None:
+        """The inverse of `state`; the working weights of all ranks follow. Collective."""
+        kept = self._insides.states()
+        names = self._kept_names(kept)
+        self.shard.write(vectors[0])
+        for name, vector in zip(names, vectors[1:], strict=True):
+            position = 0
+            for interval, values in zip(self.shard.intervals, kept, strict=True):
+                if name in values:
+                    values[name].view(-1).copy_(vector[position : position + interval.elements])
+                position += interval.elements
+        self._insides.share_states(names)
+        self._insides.refresh()
+
+    def _kept_names(self, kept: Sequence[Mapping[str, torch.Tensor]]) -> list[str]:
+        """Of tensors that the optimizer keeps; a rank without a part of the model has none itself. Collective."""
+        own = {name for values in kept for name, value in values.items() if value.dim()}
+        told: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(told, own)
+        return sorted(set().union(*told))
+
     def load_optimizer(self, states: list[dict[str, torch.Tensor]]) -> None:
         """Sets the state of the user's optimizer, one for each of `optimizer_places`: flat tensors, counts as 0-d
         ones.
@@ -455,6 +483,15 @@ def _check_adopted(engine: Any, stage: int) -> None:
         faults.append(f"zero_optimization.sub_group_size: found {found:g}; must be above a rank's part of the model")
     if faults:
         raise EngineError("DeepSpeed's configuration can't be used in a job: " + "; ".join(faults))
+
+
+def _compact(name: str, intervals: Sequence[Interval], kept: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """What the optimizer keeps under this name, end to end; zeros where it keeps nothing yet."""
+    parts = [
+        values[name].reshape(-1).float() if name in values else torch.zeros(interval.elements)
+        for interval, values in zip(intervals, kept, strict=True)
+    ]
+    return torch.cat(parts) if parts else torch.empty(0)
 
 
 def _elements(parameter: torch.nn.Parameter) -> int:

@@ -1,7 +1,7 @@
 """What an algorithm asks of the network in a round: the only thing that it knows of links, peers and views."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from crosscloud_trainer.compress import EncodedCells
@@ -19,6 +19,10 @@ class RoundRequest:
     """All cells that this rank holds (perhaps none); None exactly where the weight is 0."""
     digest: int
     """Unsigned 64 bits: the replica's outer state before this round."""
+    state: int = 0
+    """Unsigned 64 bits that the others are told, and that may differ: the digest of a state that isn't agreed on."""
+    exact: bool = False
+    """Whether cells travel as fp32 in this round, whatever the codec. All replicas say the same."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class RoundResult:
     """By replica number, the whole view."""
     digests: Mapping[int, int]
     """By replica number, the whole view: each replica's outer state before this round."""
+    states: Mapping[int, int] = field(default_factory=dict)
+    """By replica number, the whole view: what each has told as `state`."""
 
 
 @dataclass(frozen=True)

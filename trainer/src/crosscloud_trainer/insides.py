@@ -4,7 +4,7 @@ These names are no public interface of DeepSpeed: the version is pinned, and `in
 otherwise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +53,10 @@ class Insides(Protocol):
         """After `gradients` were rewritten: brings them to whoever works on them. Collective."""
         ...
 
+    def share_states(self, names: Sequence[str]) -> None:
+        """After what `states` has under these names was rewritten: brings it to whoever works on it. Collective."""
+        ...
+
     def refresh(self) -> None:
         """After the fp32 weights were rewritten: brings them to the working weights of all ranks. Collective."""
         ...
@@ -99,6 +103,9 @@ class _Flat:
         return list(zip(self._intervals, self._cut(self.flat().data), strict=True))
 
     def share_gradients(self) -> None:
+        """Each rank works on its own."""
+
+    def share_states(self, names: Sequence[str]) -> None:
         """Each rank works on its own."""
 
     def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -198,6 +205,11 @@ class _Whole:
 
     def share_gradients(self) -> None:
         self._share({name: gradient.view(-1) for name, gradient in self._by_name().items()})
+
+    def share_states(self, names: Sequence[str]) -> None:
+        known = dict(self._optimizer.states())
+        for key in names:
+            self._share({name: known[name][key].view(-1) for name in self._optimizer.names})
 
     def refresh(self) -> None:
         self._share({name: p.data.view(-1) for name, p in self._parameters().items()})

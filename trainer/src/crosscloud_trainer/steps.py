@@ -213,6 +213,7 @@ def build_algorithm(place: Place, trained: engine.Engine, meeting: Meeting, devi
         codec,
         tokens=training.batch_size * training.sequence_length if run.script is None else place.ranks,
         error_feedback=sync.error_feedback,
+        state=trained,
     )
     if not algorithm.alone:
         trained.exchange = algorithm

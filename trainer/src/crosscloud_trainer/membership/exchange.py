@@ -11,7 +11,8 @@ import torch
 
 from crosscloud_trainer.compress import Codec, EncodedCells, Reducer
 from crosscloud_trainer.compress.codec import PayloadError, sizes_of
-from crosscloud_trainer.contract import RunDocument
+from crosscloud_trainer.compress.none import NoneCodec
+from crosscloud_trainer.contract import Algorithm, RunDocument
 from crosscloud_trainer.exchange import RoundRequest, RoundResult
 from crosscloud_trainer.layout import HolderMap, Ids, Index, LayoutError
 from crosscloud_trainer.link import (
@@ -83,11 +84,13 @@ class LinkExchange:
         self._attempt = run.attempt
         self._holders = {replica: holders}
         self._cells: dict[Peer, PeerCells] = {}
+        self._exact = Reducer(NoneCodec(), index, reducer.owned, error_feedback=False)
         self._rounds = Rounds((replica, rank), self.view, {}, run.attempt, link.authority)
         self._met = False  # whether all layouts are known
         self._early: list[Received] = []  # words of peers that knew them sooner
         self._waiting: Waiting | None = None
-        link.allow(int(sizes_of(codec.spec, index.cell_lengths).sum()))
+        specs = [codec.spec, *([NoneCodec.spec] if run.sync.algorithm is Algorithm.ALL_REDUCE else [])]
+        link.allow(max(int(sizes_of(spec, index.cell_lengths).sum()) for spec in specs))
 
     # meeting
 
@@ -102,9 +105,11 @@ class LinkExchange:
         self._pump(self._without_layout, deadline)
         self._cells = peers(self._index, self.view, self._holders, self.replica, self._rank)
         sizes = sizes_of(self._codec.spec, self._index.cell_lengths)
+        exact = sizes_of(NoneCodec.spec, self._index.cell_lengths)
         shares = dict.fromkeys(contacts, Share())
         for peer, cells in self._cells.items():
-            shares[peer] = Share(int(sizes[cells.send].sum()), int(sizes[cells.receive].sum()))
+            found = [int(of[ids].sum()) for of in (sizes, exact) for ids in (cells.send, cells.receive)]
+            shares[peer] = Share(*found)
             self._link.connect(self._address(peer))
         self._rounds = Rounds((self.replica, self._rank), self.view, shares, self._attempt, self._link.authority)
         self._met = True
@@ -161,23 +166,32 @@ class LinkExchange:
         bodies: dict[Peer, Buffer] = {}
         if payload is not None:
             bodies = {peer: payload.select(cells.send).buffer() for peer, cells in self._cells.items()}
-        rounds.begin(request.round, request.weight, request.digest, bodies, leaves=self.leaves)
+        said = (request.round, request.weight, request.digest)
+        rounds.begin(*said, bodies, leaves=self.leaves, state=request.state, exact=request.exact)
         self._pump(rounds.awaited_payloads)
         self.leaving = rounds.leaving
+        announced = rounds.announced
+        if unlike := [replica for replica, said in announced.items() if said.exact != request.exact]:
+            found = "updates" if request.exact else "its state"
+            raise RoundFailed(
+                f"round {request.round}: replica {unlike[0]} sends {found}, and replica {self.replica} not"
+            )
         different = divergence(request.round, rounds.digests)
         if different:
             self.mismatches += 1
             raise Diverged(different)
         weights, digests = rounds.weights, rounds.digests
+        states = {replica: said.state for replica, said in announced.items()}
         if not any(weights.values()):
-            return RoundResult(None, weights, digests)
-        owned = self._reduce(payload, weights)
+            return RoundResult(None, weights, digests, states)
+        reducer, codec = (self._exact, NoneCodec()) if request.exact else (self._reducer, self._codec)
+        owned = self._reduce(reducer, codec, payload, weights)
         receiving = {peer: cells.receive for peer, cells in self._cells.items() if len(cells.receive)}
         rounds.reduced({peer: owned.select(ids).buffer() for peer, ids in receiving.items()})
         self._pump(rounds.awaited_results)
         sending = {peer: cells.send for peer, cells in self._cells.items() if len(cells.send)}
-        parts = [self._checked(peer, ids, rounds.results[peer]) for peer, ids in sending.items()]
-        return RoundResult(EncodedCells.merged([owned, *parts]), weights, digests)
+        parts = [self._checked(codec, peer, ids, rounds.results[peer]) for peer, ids in sending.items()]
+        return RoundResult(EncodedCells.merged([owned, *parts]), weights, digests, states)
 
     def prepared(self, round_number: int) -> None:
         """See RoundExchange."""
@@ -195,8 +209,10 @@ class LinkExchange:
             raise PeerLost(f"after round {self._rounds.number}: {fault}") from fault
         self._link.flush(min(seconds, _GOODBYE_SECONDS))
 
-    def _reduce(self, payload: EncodedCells | None, weights: dict[int, int]) -> EncodedCells:
-        owned = self._reducer.owned
+    def _reduce(
+        self, reducer: Reducer, codec: Codec, payload: EncodedCells | None, weights: dict[int, int]
+    ) -> EncodedCells:
+        owned = reducer.owned
         payloads: dict[int, EncodedCells | None] = dict.fromkeys(self.view)
         for replica in self.view:
             if not weights[replica]:
@@ -205,20 +221,20 @@ class LinkExchange:
                 payloads[replica] = payload.select(owned) if payload else None
                 continue
             parts = [
-                self._checked(peer, cells.receive, self._rounds.payloads[peer])
+                self._checked(codec, peer, cells.receive, self._rounds.payloads[peer])
                 for peer, cells in self._cells.items()
                 if peer[0] == replica and len(cells.receive)
             ]
-            payloads[replica] = EncodedCells.merged([self._nothing(), *parts])
-        return self._reducer.reduce(payloads, weights)
+            payloads[replica] = EncodedCells.merged([self._nothing(codec), *parts])
+        return reducer.reduce(payloads, weights)
 
-    def _nothing(self) -> EncodedCells:
+    def _nothing(self, codec: Codec) -> EncodedCells:
         lengths = self._index.lengths(_NONE)
-        return EncodedCells(self._codec, _NONE, lengths, torch.empty(0, dtype=torch.uint8))
+        return EncodedCells(codec, _NONE, lengths, torch.empty(0, dtype=torch.uint8))
 
-    def _checked(self, peer: Peer, ids: Ids, body: Buffer) -> EncodedCells:
+    def _checked(self, codec: Codec, peer: Peer, ids: Ids, body: Buffer) -> EncodedCells:
         try:
-            return EncodedCells.received(self._codec, self._index, ids, body)
+            return EncodedCells.received(codec, self._index, ids, body)
         except PayloadError as fault:
             raise RoundFailed(f"round {self._rounds.number}: {named(peer)}: {fault}") from fault
 

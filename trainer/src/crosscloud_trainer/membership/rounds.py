@@ -22,13 +22,14 @@ from crosscloud_trainer.membership.errors import RoundFailed
 from crosscloud_trainer.membership.numbering import Peer
 
 Buffer = bytes | bytearray | memoryview
-HEAD = struct.Struct("!9Q")
+HEAD = struct.Struct("!10Q")
+_LEAVES, _EXACT = 1, 2  # flags of a head
 
 
 @dataclass(frozen=True)
 class Head:
     """What every message says first. `prepared` is the last round that the sender's replica has prepared; 0 is none.
-    `leaves`: it was told to end, and after this round all stop.
+    `leaves`: it was told to end, and after this round all stop. `state` is only told; `exact`: cells travel as fp32.
     """
 
     attempt: int
@@ -38,10 +39,13 @@ class Head:
     digest: int
     prepared: int
     leaves: bool = False
+    state: int = 0
+    exact: bool = False
 
     def pack(self) -> bytes:
         a = self.authority
-        said = (self.round, self.weight, self.digest, self.prepared, int(self.leaves))
+        flags = _LEAVES * self.leaves | _EXACT * self.exact
+        said = (self.round, self.weight, self.digest, self.prepared, flags, self.state)
         return HEAD.pack(self.attempt, a.home, a.term, a.view, *said)
 
     @staticmethod
@@ -49,8 +53,9 @@ class Head:
         """Raises RoundFailed for a head of another size."""
         if len(data) != HEAD.size:
             raise RoundFailed(f"a message has a head of {len(data)} bytes, must be {HEAD.size}")
-        attempt, home, term, view, number, weight, digest, prepared, leaves = HEAD.unpack(data)
-        return Head(attempt, Authority(home, term, view), number, weight, digest, prepared, bool(leaves))
+        attempt, home, term, view, number, weight, digest, prepared, flags, state = HEAD.unpack(data)
+        said = (number, weight, digest, prepared, bool(flags & _LEAVES), state, bool(flags & _EXACT))
+        return Head(attempt, Authority(home, term, view), *said)
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,28 @@ class Share:
 
     outgoing: int = 0
     incoming: int = 0
+    exact_outgoing: int = 0
+    exact_incoming: int = 0
+
+    def sizes(self, exact: bool) -> tuple[int, int]:
+        """(outgoing, incoming) in a round whose cells travel as fp32, or as the codec has them."""
+        return (self.exact_outgoing, self.exact_incoming) if exact else (self.outgoing, self.incoming)
 
 
 @dataclass(frozen=True)
 class Send:
     peer: Peer
     message: Message
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What all ranks of a replica say alike of a round."""
+
+    weight: int
+    digest: int
+    state: int = 0
+    exact: bool = False
 
 
 @dataclass
@@ -80,7 +101,9 @@ class _Round:
     leaving: set[int] = field(default_factory=set)  # other replicas that leave after it
     weight: int = 0
     digest: int = 0
-    announced: dict[Peer, tuple[int, int]] = field(default_factory=dict)
+    state: int = 0
+    exact: bool = False
+    announced: dict[Peer, Announced] = field(default_factory=dict)
     payloads: dict[Peer, Buffer] = field(default_factory=dict)
     results: dict[Peer, Buffer] = field(default_factory=dict)
     sent_payloads: Mapping[Peer, Buffer] = field(default_factory=dict)
@@ -113,7 +136,15 @@ class Rounds:
         return taken
 
     def begin(
-        self, number: int, weight: int, digest: int, payloads: Mapping[Peer, Buffer], *, leaves: bool = False
+        self,
+        number: int,
+        weight: int,
+        digest: int,
+        payloads: Mapping[Peer, Buffer],
+        *,
+        leaves: bool = False,
+        state: int = 0,
+        exact: bool = False,
     ) -> None:
         """Enters a round. `payloads` has the bytes for each peer with a share, and is empty where the weight is 0.
 
@@ -126,12 +157,14 @@ class Rounds:
         if strays:
             raise RoundFailed(f"a peer is in round {max(strays)}, this replica begins round {number}")
         for peer, share in self._shares.items():
-            if weight and len(payloads.get(peer, b"")) != share.outgoing:
+            outgoing, _ = share.sizes(exact)
+            if weight and len(payloads.get(peer, b"")) != outgoing:
                 found = f"{len(payloads.get(peer, b''))} bytes of payload for {peer}"
-                raise ValueError(f"{found}; its cells have {share.outgoing}")
+                raise ValueError(f"{found}; its cells have {outgoing}")
         self.number = number
         present = self._rounds.setdefault(number, _Round())
         present.begun, present.weight, present.digest, present.leaves = True, weight, digest, leaves
+        present.state, present.exact = state, exact
         present.sent_payloads = payloads if weight else {}
         self._forget()
         self._check_ended()
@@ -180,7 +213,8 @@ class Rounds:
 
     def _send(self, peer: Peer, kind: MessageType, number: int, known: _Round, body: Buffer = b"") -> None:
         last = self._prepared[self.me[0]]
-        head = Head(self._attempt, self.authority, number, known.weight, known.digest, last, known.leaves)
+        said = (known.weight, known.digest, last, known.leaves, known.state, known.exact)
+        head = Head(self._attempt, self.authority, number, *said)
         self._outgoing.append(Send(peer, Message(kind, head.pack(), body)))
 
     def _forget(self) -> None:
@@ -226,17 +260,19 @@ class Rounds:
         known = self._rounds.setdefault(head.round, _Round())
         if message.type is MessageType.ANNOUNCE:
             self._announced(peer, head, known)
-        elif message.type is MessageType.PAYLOAD:
-            self._keep(known.payloads, peer, message, self._shares[peer].incoming, head)
+            return
+        outgoing, incoming = self._shares[peer].sizes(head.exact)
+        if message.type is MessageType.PAYLOAD:
+            self._keep(known.payloads, peer, message, incoming, head)
         else:
-            self._keep(known.results, peer, message, self._shares[peer].outgoing, head)
+            self._keep(known.results, peer, message, outgoing, head)
 
     def _announced(self, peer: Peer, head: Head, known: _Round) -> None:
-        said = (head.weight, head.digest)
+        said = Announced(head.weight, head.digest, head.state, head.exact)
         for other, before in known.announced.items():
             if other[0] == peer[0] and before != said:
-                found = f"{named(other)} says weight {before[0]} and digest {before[1]:016x}"
-                this = f"{named(peer)} says {said[0]} and {said[1]:016x}"
+                found = f"{named(other)} says weight {before.weight} and digest {before.digest:016x}"
+                this = f"{named(peer)} says {said.weight} and {said.digest:016x}"
                 raise RoundFailed(f"round {head.round}: {found}, {this}; all ranks of a replica must say the same")
         known.announced[peer] = said
         if head.leaves:
@@ -258,16 +294,18 @@ class Rounds:
     @property
     def weights(self) -> dict[int, int]:
         """By replica, as far as announced."""
-        return {replica: said[0] for replica, said in self._announcements().items()}
+        return {replica: said.weight for replica, said in self.announced.items()}
 
     @property
     def digests(self) -> dict[int, int]:
         """By replica, as far as announced: its outer state before the round."""
-        return {replica: said[1] for replica, said in self._announcements().items()}
+        return {replica: said.digest for replica, said in self.announced.items()}
 
-    def _announcements(self) -> dict[int, tuple[int, int]]:
+    @property
+    def announced(self) -> dict[int, Announced]:
+        """By replica, as far as announced."""
         present = self._rounds[self.number]
-        said = {self.me[0]: (present.weight, present.digest)}
+        said = {self.me[0]: Announced(present.weight, present.digest, present.state, present.exact)}
         said.update({peer[0]: words for peer, words in present.announced.items()})
         return dict(sorted(said.items()))
 
