@@ -15,17 +15,12 @@ from crosscloud_trainer.contract.manifest import (
     API_VERSION,
     KIND,
     MAX_STAGES,
-    ActivationCodec,
-    Activations,
-    Algorithm,
-    CodecName,
     Data,
     DataFormat,
     FailurePolicy,
     JobSpec,
     Model,
     ModelPreset,
-    OuterOptimizer,
     Packing,
     Placement,
     Precision,
@@ -35,7 +30,6 @@ from crosscloud_trainer.contract.manifest import (
     Script,
     Source,
     Storage,
-    Sync,
     Tokenizer,
     Training,
 )
@@ -65,6 +59,7 @@ from crosscloud_trainer.contract.run import (
     read_peer_table,
     read_run_document,
 )
+from crosscloud_trainer.contract.sync import ActivationCodec, Activations, Algorithm, CodecName, OuterOptimizer, Sync
 
 __all__ = [
     "ACKNOWLEDGED_KEY",

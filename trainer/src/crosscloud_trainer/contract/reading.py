@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+Fault = tuple[str, Any, str]  # path below the object, value found, what is allowed
+
 _SUFFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 QUANTITY_PATTERN = r"^[1-9][0-9]{0,14}[kMGT]?$"
 

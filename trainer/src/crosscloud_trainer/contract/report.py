@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from crosscloud_trainer.contract.checkpoint import StoredCheckpoint
-from crosscloud_trainer.contract.manifest import Fault
-from crosscloud_trainer.contract.reading import rule
+from crosscloud_trainer.contract.reading import Fault, rule
 
 REPORT_VERSION = "report.crosscloud.dev/v1"
 REPORT_KEY = "report.json"  # the key in the ConfigMap

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosscloud_trainer.contract.checkpoint import MAX_KEPT, CheckpointPolicy, StoredCheckpoint
-from crosscloud_trainer.contract.manifest import MAX_STAGES, Activations, Fault, Script, Sync, Training
-from crosscloud_trainer.contract.reading import InvalidDocument, Problem, dump_json, parse_json, read, rule
+from crosscloud_trainer.contract.manifest import MAX_STAGES, Script, Training
+from crosscloud_trainer.contract.reading import Fault, InvalidDocument, Problem, dump_json, parse_json, read, rule
+from crosscloud_trainer.contract.sync import Activations, Sync
 
 RUN_VERSION = "run.crosscloud.dev/v1"
 LINK_PORT = 7400  # the rank with local number k of a pod listens on LINK_PORT + k
