@@ -47,6 +47,21 @@ async def test_the_newest_checkpoints_are_kept_in_the_status_and_then_acknowledg
         assert acknowledged(scene, member) == [stored(30), stored(20)]
 
 
+async def test_the_one_with_the_lowest_validation_loss_stays_beside_them_and_is_told_to_the_next_attempt() -> None:
+    scene = await running(checkpoint={"everySteps": 10, "keep": 2})
+    pods = scene.pods()
+    losses = {10: "2.5000", 20: "2.1000", 30: "10.3000", 40: "2.2000"}
+    for step, loss in losses.items():
+        report(scene.world, pods[0], "Training", step=step, checkpoint={**stored(step), "validationLoss": loss})
+        await scene.turn()
+    expected = [{**stored(step), "validationLoss": losses[step]} for step in (40, 30, 20)]
+    assert steps(scene) == [40, 30, 20]
+    assert acknowledged(scene, "west") == expected
+    end_pod(scene.cluster_of(pods[-1]), pods[-1], 1, scene.world.clock, "Error")
+    await scene.until(lambda: scene.status().attempt.number == 2 and scene.status().is_true("Running"))  # type: ignore[union-attr]
+    assert run_document(scene, 2)["resumeFrom"] == expected
+
+
 async def test_the_next_attempt_is_told_of_them_newest_first() -> None:
     scene = await running()
     pods = scene.pods()

@@ -34,10 +34,14 @@ from crosscloud_trainer.contract import (
     StoredCheckpoint,
     Sync,
     Training,
+    best_of,
+    dump_json,
+    remembered,
 )
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.layout import Index, contiguous_shard, split_shard
-from crosscloud_trainer.retention import prune
+from crosscloud_trainer.reporting import write_whole
+from crosscloud_trainer.retention import Retention, prune
 from crosscloud_trainer.state import cell_spans, parts_of, spans_of
 from crosscloud_trainer.storage import Storage
 
@@ -273,6 +277,75 @@ def test_an_acknowledgement_of_another_storage_deletes_nothing(tmp_path: Path) -
     two(storage)
     prune(storage, Acknowledged((StoredCheckpoint("s3://there/attempt-9/home-1/step-90/manifest.json", "0" * 64, 90),)))
     assert len(steps_in(tmp_path / "here")) == 1
+
+
+def acknowledge(path: Path, *stored: StoredCheckpoint) -> None:
+    write_whole(path, dump_json(Acknowledged(stored)))
+
+
+def test_at_the_end_older_ones_go_once_the_last_is_acknowledged(tmp_path: Path) -> None:
+    storage, path = Storage(str(tmp_path / "storage")), tmp_path / "acknowledged.json"
+    stored = [two(storage, step) for step in (20, 30, 40, 50)]
+    acknowledge(path, stored[1])
+    retention = Retention(storage, path)
+    asked = []
+
+    def stopped() -> bool:
+        """The launcher takes its time."""
+        asked.append(len(steps_in(tmp_path)))
+        if len(asked) == 3:
+            acknowledge(path, stored[3], stored[2])
+        return False
+
+    retention.finish(stored[3], 2, stopped)
+    assert asked == [3, 3, 3]  # what is newer than the acknowledged one has stayed
+    home = "storage/attempt-2/home-1"
+    assert steps_in(tmp_path) == [f"{home}/step-40", f"{home}/step-50"]
+
+
+def test_at_the_end_nothing_is_waited_for_where_nothing_would_go_or_the_pod_is_told_to_end(tmp_path: Path) -> None:
+    storage, path = Storage(str(tmp_path / "storage")), tmp_path / "acknowledged.json"
+    stored = [two(storage, step) for step in (20, 30, 40)]
+    Retention(storage, path).finish(stored[2], 3, lambda: pytest.fail("asked"))
+    Retention(storage, path).finish(stored[2], 2, lambda: True)
+    assert len(steps_in(tmp_path)) == 3
+
+
+def at(step: int, loss: str | None = None) -> StoredCheckpoint:
+    return StoredCheckpoint(f"/step-{step}", "0" * 64, step, loss)
+
+
+def test_the_last_ones_stay_and_beside_them_the_best_one_for_as_long_as_it_is_the_best() -> None:
+    known: tuple[StoredCheckpoint, ...] = ()
+    seen = []
+    for step, loss in (
+        (1, "9.5000"),
+        (2, "10.1000"),
+        (3, "9.9000"),
+        (4, None),
+        (5, "9.4000"),
+        (6, "9.6000"),
+        (7, "9.6000"),
+    ):
+        known = remembered(at(step, loss), known, 2)
+        seen.append([item.step for item in known])
+    assert seen == [[1], [2, 1], [3, 2, 1], [4, 3, 1], [5, 4], [6, 5], [7, 6, 5]]
+    assert best_of(known) == at(5, "9.4000")
+    assert best_of([at(3, "9.6000"), at(2, "9.6000")]) == at(3, "9.6000")
+    assert best_of([at(1)]) is None
+
+
+def test_a_checkpoint_tells_the_mean_of_what_the_replicas_have_measured_last(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+
+    def stored(step: int, *losses: float | None) -> StoredCheckpoint:
+        which = replace(PLACE, step=step)
+        for replica, loss in enumerate(losses):
+            checkpoint.write_list(storage, which, replica, 0, {"chunks": [], "validationLoss": loss})
+        return checkpoint.write_manifest(storage, which, dict.fromkeys(range(len(losses)), 1), {}, lambda _: None)
+
+    assert stored(1, 2.0, 2.5).validation_loss == "2.2500"
+    assert stored(2, 2.0, None).validation_loss is None
 
 
 # Two jobs that write into one storage

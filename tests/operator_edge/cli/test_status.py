@@ -78,6 +78,16 @@ def test_status_tells_where_a_job_is_and_what_it_waits_for(crosscloud: Command, 
     assert "there is one in ml" in crosscloud("status", "busy", code=1)
 
 
+def test_status_tells_which_checkpoint_is_the_last_and_which_the_best() -> None:
+    known = [(40, "2.2000"), (30, "10.3000"), (20, "2.1000")]
+    stored = [
+        {"uri": f"s3://m/step-{step}/manifest.json", "step": step, "validationLoss": loss} for step, loss in known
+    ]
+    out = printed({"metadata": {"name": "a", "namespace": "ml"}, "status": busy() | {"checkpoints": stored}}, 120)
+    assert "  last checkpoint: after step 40\n" in out
+    assert "  best checkpoint: after step 20, validation loss 2.1000, s3://m/step-20/manifest.json\n" in out
+
+
 def test_without_a_job_it_lists_them_with_the_columns_of_kubectl_get(crosscloud: Command, hub_api: ApiServer) -> None:
     assert "there is no job in namespace 'ml'" in crosscloud("status", "-n", "ml", code=1)
     assert "kubectl apply" in crosscloud("status", "-A")

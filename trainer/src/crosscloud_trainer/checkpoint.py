@@ -168,7 +168,14 @@ def write_manifest(
     ]
     text = _text({**which.header(), **state, "sections": sections, "replicas": replicas})
     storage.write(f"{which.folder}/{MANIFEST}", text)
-    return StoredCheckpoint(storage.address(f"{which.folder}/{MANIFEST}"), hashlib.sha256(text).hexdigest(), which.step)
+    uri, digest = storage.address(f"{which.folder}/{MANIFEST}"), hashlib.sha256(text).hexdigest()
+    return StoredCheckpoint(uri, digest, which.step, _validation_loss([lists[replica, 0] for replica in sorted(ranks)]))
+
+
+def _validation_loss(said: Sequence[Mapping[str, Any]]) -> str | None:
+    """The mean of what the replicas had measured last, by the list of one rank of each."""
+    losses = [item["validationLoss"] for item in said if item.get("validationLoss") is not None]
+    return f"{sum(losses) / len(losses):.4f}" if len(losses) == len(said) else None
 
 
 def wait_for_manifest(storage: Storage, which: CheckpointId) -> None:

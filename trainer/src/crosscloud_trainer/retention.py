@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from crosscloud_trainer.checkpoint import MANIFEST
-from crosscloud_trainer.contract import Acknowledged, InvalidDocument, read_json
+from crosscloud_trainer.contract import Acknowledged, InvalidDocument, StoredCheckpoint, read_json
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.storage import Storage
 
 log = logging.getLogger("crosscloud_trainer")
 
 _LOOK_SECONDS = 1.0
+_LAST_LOOK_SECONDS = 0.1
+_LAST_WAIT_SECONDS = 120.0  # the kubelet may take more than a minute to bring what the operator has said
 _LEVELS = ("attempt", "home", "step")
 
 Order = tuple[int, ...]
@@ -60,15 +64,30 @@ class Retention:
     def __init__(self, storage: Storage, path: Path) -> None:
         self._storage, self._path = storage, path
         self._seen: bytes | None = None
+        self._acknowledged = Acknowledged()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="retention", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """A last look at the acknowledgements."""
+    def finish(self, last: StoredCheckpoint, keep: int, stopped: Callable[[], bool]) -> None:
+        """Once the job's `last` checkpoint is acknowledged, older ones go. Where there are more than `keep` it waits
+        for that, though not for ever, and not when told to end.
+        """
         self._stop.set()
         self._thread.join()
         self._look()
+        deadline = time.monotonic() + _LAST_WAIT_SECONDS
+        try:
+            crowded = len(_stored(self._storage, "", ())) > keep
+        except Failure as fault:
+            log.warning("older checkpoints are not deleted: %s", fault)
+            return
+        while crowded and last not in self._acknowledged.checkpoints and not stopped():
+            if time.monotonic() > deadline:
+                log.warning("older checkpoints are not deleted: the last one was not acknowledged in time")
+                return
+            time.sleep(_LAST_LOOK_SECONDS)
+            self._look()
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
@@ -82,7 +101,8 @@ class Retention:
         if text == self._seen:
             return
         try:
-            prune(self._storage, read_json(Acknowledged, text))
+            self._acknowledged = read_json(Acknowledged, text)
+            prune(self._storage, self._acknowledged)
         except (Failure, InvalidDocument) as fault:
             log.warning("older checkpoints are not deleted: %s", fault)
         self._seen = text

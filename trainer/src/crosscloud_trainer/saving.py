@@ -132,8 +132,10 @@ class Saver:
             "random": state.random_state(),
             "counts": state.optimizer_counts(self._trained),
             "schedule": self._trained.schedule(),
+        progress = self._journal.progress
             "skipped": self._trained.skipped,
-            "best": [self._journal.progress.best_step, self._journal.progress.best_validation_loss],
+            "best": [progress.best_step, progress.best_validation_loss],
+            "validationLoss": progress.validation_loss,
             "zeroStage": self._place.attempt.plan.zero_stage,
         }
         kept = [part for part in parts if part.scope is not Scope.MODEL or self._lowest]

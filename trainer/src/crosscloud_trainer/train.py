@@ -24,7 +24,14 @@ from transformers import PreTrainedModel
 
 from crosscloud_trainer import checkpoint, engine, metrics, result
 from crosscloud_trainer.claim import release
-from crosscloud_trainer.contract import Activity, ExitCode, Packing, Precision, Schedule
+from crosscloud_trainer.contract import (
+    Activity,
+    ExitCode,
+    Packing,
+    Precision,
+    Schedule,
+    StoredCheckpoint,
+)
 from crosscloud_trainer.data.corpus import Corpus, open_corpus
 from crosscloud_trainer.environment import (
     DATA_FOLDER,
@@ -130,11 +137,14 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
         count_traffic(meeting, journal, meeting.totals(device), place)
 
         say(status, "writing checkpoint and result")
-        stored = store(place, saver, steps, corpus)
-        if retention is not None:
-            retention.close()
+        newest = saver.last(steps)
+        stored = store(place, saver, newest, corpus)
+        if status is not None:
+            status.update(**stored)
+        if newest is not None and retention is not None:
+            say(status, "deleting older checkpoints")
+            retention.finish(newest, run.checkpoint.keep, lambda: stop.requested)
     if status is not None:
-        status.update(**stored)
         status.close()
     dist.barrier()
     engine.close()
@@ -185,12 +195,11 @@ def build_engine(model: torch.nn.Module, whole: engine.Whole | None, place: Plac
     return engine.build(model, optimizer, settings, schedule, whole)
 
 
-def store(place: Place, saver: Saver, steps: int, corpus: Corpus) -> dict[str, Any]:
-    """Write this rank's part of the last checkpoint; the rank that leads adds manifest and result. Collective."""
-    run = place.attempt.run
-    newest = saver.last(steps)
+def store(place: Place, saver: Saver, newest: StoredCheckpoint | None, corpus: Corpus) -> dict[str, Any]:
+    """Write the result, on the rank that has `newest`: from the weights in it; returns what the status says of both."""
     if newest is None:
         return {}
+    run = place.attempt.run
     found = checkpoint.Checkpoint(newest)
     model = build_model(run.training.model, run.training.sequence_length, run.training.seed, corpus.vocabulary)
     result.fill(model, found)

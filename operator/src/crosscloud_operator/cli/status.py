@@ -87,8 +87,7 @@ def show(job: Obj, out: Console) -> None:
     if message:
         out.print(f"  {message}", markup=False)
     _show_progress(found.get("progress") or {}, out)
-    if checkpoints := found.get("checkpoints"):
-        out.print(f"  last checkpoint: after step {checkpoints[0].get('step')}")
+    _show_checkpoints(found.get("checkpoints") or [], out)
     cause = attempt.get("cause") or {}
     if cause and cause.get("message", "") not in message:
         out.print(f"  last end: {cause.get('reason')}: {cause.get('message')}", markup=False)
@@ -101,6 +100,17 @@ def show(job: Obj, out: Console) -> None:
     if result := (found.get("result") or {}).get("uri"):
         out.print(f"  result: {result}", markup=False)
         out.print(f"  `crosscloud fetch {meta['name']} DIR -n {meta['namespace']}` brings it")
+
+
+def _show_checkpoints(checkpoints: Sequence[Obj], out: Console) -> None:
+    if not checkpoints:
+        return
+    out.print(f"  last checkpoint: after step {checkpoints[0].get('step')}")
+    measured = [item for item in checkpoints if item.get("validationLoss")]
+    if measured:
+        best = min(measured, key=lambda item: float(item["validationLoss"]))
+        where = f"after step {best.get('step')}, validation loss {best['validationLoss']}"
+        out.print(f"  best checkpoint: {where}, {best.get('uri')}", markup=False)
 
 
 def _show_progress(progress: Mapping[str, Any], out: Console) -> None:

@@ -194,7 +194,7 @@ class JobStatus:
     members: tuple[MemberState, ...] = ()
     replica_statuses: tuple[ReplicaStatus, ...] = ()
     progress: ProgressSummary | None = None
-    checkpoints: tuple[StoredCheckpoint, ...] = ()  # newest first, as many as the job keeps
+    checkpoints: tuple[StoredCheckpoint, ...] = ()  # newest first, those that the job keeps
     result: Result | None = None
     started_at: str | None = None
     finished_at: str | None = None

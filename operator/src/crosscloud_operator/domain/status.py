@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from crosscloud_operator.domain import record
 from crosscloud_operator.domain.record import Condition, JobStatus, ProgressSummary, ReplicaStatus
-from crosscloud_trainer.contract import Activity, Progress, Report
+from crosscloud_trainer.contract import Activity, Progress, Report, remembered
 from crosscloud_trainer.contract.report import perplexity
 from crosscloud_trainer.sizes import bytes_text
 
@@ -81,13 +81,13 @@ def progress_summary(reports: Iterable[Report]) -> ProgressSummary | None:
 
 
 def with_checkpoints(status: JobStatus, reports: Iterable[Report], keep: int) -> JobStatus:
-    """The status with the newest checkpoint that replicas under its home have told of, and `keep` in all."""
+    """The status with the newest checkpoint that replicas under its home have told of, and what stays beside it."""
     home = status.home.number if status.home else 0
     told = [item.progress.checkpoint for item in reports if item.home == home and item.progress.checkpoint]
     newest = max(told, key=lambda item: item.step, default=None)
     if newest is None or newest in status.checkpoints:
         return status
-    return replace(status, checkpoints=(newest, *status.checkpoints)[:keep])
+    return replace(status, checkpoints=remembered(newest, status.checkpoints, keep))
 
 
 def _best(progress: Progress) -> float:

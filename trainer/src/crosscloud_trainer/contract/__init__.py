@@ -5,10 +5,12 @@ Standard library only, and the only package of the trainer (beside `sizes` and `
 
 from crosscloud_trainer.contract.checkpoint import (
     ACKNOWLEDGED_KEY,
-    MAX_KEPT,
+    MAX_REMEMBERED,
     Acknowledged,
     CheckpointPolicy,
     StoredCheckpoint,
+    best_of,
+    remembered,
 )
 from crosscloud_trainer.contract.exits import ExitCode, counted, retryable
 from crosscloud_trainer.contract.manifest import (
@@ -67,7 +69,7 @@ __all__ = [
     "KIND",
     "LINK_PORT",
     "MASTER_PORT",
-    "MAX_KEPT",
+    "MAX_REMEMBERED",
     "MAX_STAGES",
     "METRICS_PORT",
     "REPORT_KEY",
@@ -115,6 +117,7 @@ __all__ = [
     "Sync",
     "Tokenizer",
     "Training",
+    "best_of",
     "counted",
     "dump",
     "dump_json",
@@ -122,5 +125,6 @@ __all__ = [
     "read_json",
     "read_peer_table",
     "read_run_document",
+    "remembered",
     "retryable",
 ]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from crosscloud_trainer.contract.checkpoint import MAX_KEPT, CheckpointPolicy, StoredCheckpoint
+from crosscloud_trainer.contract.checkpoint import MAX_REMEMBERED, CheckpointPolicy, StoredCheckpoint
 from crosscloud_trainer.contract.manifest import MAX_STAGES, Script, Training
 from crosscloud_trainer.contract.reading import Fault, InvalidDocument, Problem, dump_json, parse_json, read, rule
 from crosscloud_trainer.contract.sync import Activations, Sync
@@ -102,7 +102,7 @@ class RunDocument:
     training: Training = rule(None)
     script: Script | None = rule(None)
     checkpoint: CheckpointPolicy = rule(factory=CheckpointPolicy)
-    resume_from: tuple[StoredCheckpoint, ...] = rule((), max_items=MAX_KEPT)
+    resume_from: tuple[StoredCheckpoint, ...] = rule((), max_items=MAX_REMEMBERED)
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON text: handshakes compare it."""

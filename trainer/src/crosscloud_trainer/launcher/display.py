@@ -250,7 +250,10 @@ def summary_lines(summary: Summary) -> list[str]:
         lines.append(f"result      {shown_path(summary.result)}")
     if summary.result is not None and summary.checkpoint is not None:
         lines.append(f"checkpoint  {shown_path(summary.checkpoint)}")
-        lines.append(f"try         {program()} generate {shown_path(summary.result)} --prompt 'def ' --tokens 200")
+        if summary.best_checkpoint not in (None, summary.checkpoint):
+            lines.append(f"best one    {shown_path(str(summary.best_checkpoint))} (the lowest validation loss)")
+        if Path(summary.result.removeprefix("file://")).is_absolute():
+            lines.append(f"try         {program()} generate {shown_path(summary.result)} --prompt 'def ' --tokens 200")
     return lines
 
 

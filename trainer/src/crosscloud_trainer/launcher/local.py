@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from crosscloud_trainer.contract import ExitCode, JobSpec, counted, retryable
+from crosscloud_trainer.contract import ExitCode, JobSpec, best_of, counted, retryable
 from crosscloud_trainer.failures import Failure, invalid
 from crosscloud_trainer.launcher.attempt import LocalJob, LocalPod
 from crosscloud_trainer.launcher.display import Display, chosen_display
@@ -94,7 +94,9 @@ def _run_attempts(job: LocalJob, display: Display, files: EventFiles, interrupt:
             display.attempt(state)
             code, message = _run_attempt(job, state, tell, interrupt)
             if code == ExitCode.SUCCEEDED:
-                summary = replace(Summary.of(state), report=str(page))
+                best = best_of(job.record.checkpoints)
+                uri = best.uri if best is not None else None
+                summary = replace(Summary.of(state), report=str(page), best_checkpoint=uri)
                 page.write_text(report_page(state, summary), encoding="utf-8")
                 display.finish(summary)
                 return code

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from crosscloud_trainer.contract import (
-    MAX_KEPT,
+    MAX_REMEMBERED,
     Acknowledged,
     InvalidDocument,
     Report,
     StoredCheckpoint,
     dump_json,
     read_json,
+    remembered,
 )
 from crosscloud_trainer.contract.reading import rule
 from crosscloud_trainer.failures import invalid
@@ -27,7 +28,7 @@ RECORD = "job.json"
 class _Content:
     uid: str = rule()
     attempt: int = rule(0, minimum=0)  # the last one
-    checkpoints: tuple[StoredCheckpoint, ...] = rule((), max_items=MAX_KEPT)  # newest first
+    checkpoints: tuple[StoredCheckpoint, ...] = rule((), max_items=MAX_REMEMBERED)  # newest first
 
 
 class JobRecord:
@@ -77,7 +78,7 @@ class JobRecord:
         newest = max(told, key=lambda item: item.step, default=None)
         if newest is None or newest in self.checkpoints:
             return
-        self._save(replace(self._content, checkpoints=(newest, *self.checkpoints)[:keep]))
+        self._save(replace(self._content, checkpoints=remembered(newest, self.checkpoints, keep)))
         write_whole(acknowledged, dump_json(Acknowledged(self.checkpoints)))
 
     def _save(self, content: _Content) -> None:

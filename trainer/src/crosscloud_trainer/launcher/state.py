@@ -181,6 +181,8 @@ class Summary:
     best_step: int | None = None
     best_validation_loss: float | None = None
     """The lowest that any replica measured, and after which step."""
+    best_checkpoint: str | None = None
+    """Address of the one with the lowest validation loss of those that are kept."""
 
     @property
     def ratio(self) -> float | None:
