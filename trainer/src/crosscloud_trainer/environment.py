@@ -40,6 +40,7 @@ PARENT = "CROSSCLOUD_PARENT_PID"  # whose end is the end of this process
 
 _START_DEADLINE = 300
 _GRACE = 30  # as Kubernetes has it
+_LAST_WORD_SECONDS = 5.0  # of the grace period, to deliver the completion before the kubelet kills
 _PR_SET_PDEATHSIG = 1
 
 
@@ -86,6 +87,11 @@ class PodEnvironment:
     start_deadline: int
     grace: int
     termination_log: Path
+
+    @property
+    def rank_grace(self) -> float:
+        """Seconds that ranks may go on after SIGTERM; then they are killed, and the launcher has its last word."""
+        return max(1.0, self.grace - _LAST_WORD_SECONDS)
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> PodEnvironment:

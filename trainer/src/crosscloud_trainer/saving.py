@@ -50,7 +50,7 @@ class Saver:
         self._tokens_per_step = tokens_per_step
         self._group = meeting.totals(device)
         self._storage = Storage(place.attempt.run.storage_uri)
-        self._taken = first
+        self._taken = self._complete = first
         self._thread: threading.Thread | None = None
         self._newest: StoredCheckpoint | None = None
         self._fault: Failure | None = None
@@ -59,6 +59,11 @@ class Saver:
     @property
     def storage(self) -> Storage:
         return self._storage
+
+    @property
+    def stands(self) -> int | None:
+        """After which step the newest complete checkpoint was taken; 0 for none, None where this rank isn't told."""
+        return self._complete if self._place.first else None
 
     @property
     def leads(self) -> bool:
@@ -127,12 +132,12 @@ class Saver:
         if self._group.total([int(not state.finite(parts))])[0]:
             message = f"weights or optimizer are not finite after step {step}: no checkpoint of them is written"
             raise Failure(ExitCode.NON_FINITE, message)
+        progress = self._journal.progress
         content = {
             "sections": {part.section: part.scope.value for part in parts},
             "random": state.random_state(),
             "counts": state.optimizer_counts(self._trained),
             "schedule": self._trained.schedule(),
-        progress = self._journal.progress
             "skipped": self._trained.skipped,
             "best": [progress.best_step, progress.best_validation_loss],
             "validationLoss": progress.validation_loss,
@@ -169,6 +174,7 @@ class Saver:
             log.info("checkpoint of step %d: %s", which.step, self._newest.uri)
         elif place.first:
             checkpoint.wait_for_manifest(self._storage, which)
+        self._complete = which.step
         self._failures = 0
 
     def _told(self, which: CheckpointId) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
             done = resumed.step
         saver = Saver(place, trained, algorithm, meeting, journal, device, tokens_per_step, done)
         retention = Retention(saver.storage, pod.acknowledged) if saver.leads and pod.acknowledged else None
-        stop.gently(meeting)
+        stop.gently(meeting, pod.rank_grace, lambda: saver.stands)
         if status is not None:
             status.watch(Watch(meeting, journal).live)
             status.update(activity=Activity.TRAINING, detail=None)

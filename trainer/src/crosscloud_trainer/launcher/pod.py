@@ -37,7 +37,6 @@ from crosscloud_trainer.launcher.script import SCRIPT_TIMEOUT, fetched
 from crosscloud_trainer.reporting import Changes, ConfigMapSink, FileSink, Identity, Reporter, Sink, Status, read_status
 from crosscloud_trainer.storage import Storage
 
-_LAST_WORD_SECONDS = 5.0  # of the grace period, to deliver the completion before the kubelet kills
 _SCRIPT_TIMEOUT_MINUTES = 30 * 24 * 60  # a round may wait for days while a link is cut, and the ranks with it
 _MESSAGE_LIMIT = 4096  # as Kubernetes has it for a termination message
 
@@ -174,7 +173,7 @@ def _train(
         if reporter is not None and changes.seen() and (status := read_status(status_path)):
             reporter.offer(status)
 
-    return group.wait(stop, follow, max(1.0, pod.grace - _LAST_WORD_SECONDS))
+    return group.wait(stop, follow, pod.rank_grace)
 
 
 def _meeting_point(
