@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,13 @@ def record(folder: Path, uid: str = "00000000-0000-4000-8000-000000000001") -> J
     return JobRecord.new(folder, uid)
 
 
-def start_local(path: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    """`crosscloud-trainer local` with JSON events on its stdout."""
+def start_local(
+    path: Path, out: Path, *options: str, environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """`crosscloud-trainer local` with JSON events on its stdout; `environ` is added to its environment."""
     command = [*TRAINER, "local", str(path), "--json", "--out", str(out), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = {**os.environ, **(environ or {})}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]], str]:

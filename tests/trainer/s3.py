@@ -27,6 +27,10 @@ class S3Server:
     folder: Path
 
     @property
+    def port(self) -> int:
+        return int(self.endpoint.rpartition(":")[2])
+
+    @property
     def environment(self) -> dict[str, str]:
         return {
             "AWS_ACCESS_KEY_ID": KEY,
@@ -35,17 +39,27 @@ class S3Server:
             "AWS_DEFAULT_REGION": "us-east-1",
         }
 
+    def bucket(self, name: str) -> str:
+        """The address of a new bucket."""
+        (self.folder / name).mkdir()
+        return f"s3://{name}"
+
+    def path_of(self, address: str) -> Path:
+        """Where an object lies in the folder that is served."""
+        return self.folder / address.removeprefix("s3://")
+
 
 @contextmanager
-def s3_server(folder: Path) -> Iterator[S3Server]:
+def s3_server(folder: Path, port: int | None = None, secret: str = SECRET) -> Iterator[S3Server]:
+    """One that takes this secret only. `port` is that of an earlier one over the same folder."""
     binaries = Binaries(cache_dir())
     binaries.ensure(SilentProgress())
-    port = free_ports([1])[0][0]
+    port = port or free_ports([1])[0][0]
     data = folder / "buckets"
-    data.mkdir()
+    data.mkdir(exist_ok=True)
     command = [str(binaries.path("versitygw")), "--port", f"127.0.0.1:{port}", "--quiet"]
     command += ["posix", str(data)]
-    env = {**os.environ, "ROOT_ACCESS_KEY": KEY, "ROOT_SECRET_KEY": SECRET}
+    env = {**os.environ, "ROOT_ACCESS_KEY": KEY, "ROOT_SECRET_KEY": secret}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
     try:

@@ -44,16 +44,35 @@ def main() -> None:
 @click.option("--keep", is_flag=True, help="Keep the run's working folder: documents, certificates, reports.")
 @click.option("--link", metavar="RATE", help="Shape the links between replicas, each way: 20mbit, 512kbit, 1gbit.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of an earlier run in the same folder.")
+@click.option(
+    "--storage",
+    metavar="ADDRESS",
+    help="Where checkpoints and result go, an fsspec address [default: the manifest's path, or the folder of --out].",
+)
 @click.option("--tensorboard", is_flag=True, help="Write TensorBoard files to tensorboard/ in the run's folder.")
 def local(
-    manifest: Path, as_json: bool, out: Path | None, keep: bool, link: str | None, resume: bool, tensorboard: bool
+    manifest: Path,
+    as_json: bool,
+    out: Path | None,
+    keep: bool,
+    link: str | None,
+    resume: bool,
+    storage: str | None,
+    tensorboard: bool,
 ) -> None:
     """Run the job of MANIFEST on this machine: a group of processes for each replica, mutual TLS between them."""
     from crosscloud_trainer.launcher.local import run_local
 
     def run() -> int:
         return run_local(
-            manifest, as_json=as_json, out=out, keep=keep, link=link, tensorboard=tensorboard, resume=resume
+            manifest,
+            as_json=as_json,
+            out=out,
+            keep=keep,
+            link=link,
+            storage=storage,
+            tensorboard=tensorboard,
+            resume=resume,
         )
 
     _explained(run)

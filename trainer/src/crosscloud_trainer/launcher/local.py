@@ -49,6 +49,7 @@ def run_local(
     out: Path | None,
     keep: bool,
     link: str | None = None,
+    storage: str | None = None,
     tensorboard: bool = False,
     resume: bool = False,
 ) -> int:
@@ -56,7 +57,7 @@ def run_local(
     manifest = read_manifest(path)
     rate = bytes_per_second(link) if link is not None else None
     folder = out if out is not None else Path("crosscloud-runs") / manifest.name
-    uri = _storage_uri(manifest.spec, folder, given=out is not None)
+    uri = _address(storage) if storage else _storage_uri(manifest.spec, folder, given=out is not None)
     with (
         _claimed(folder),
         _interrupts() as interrupt,
@@ -77,6 +78,10 @@ def _storage_uri(spec: JobSpec, folder: Path, *, given: bool) -> str:
     if not given and (uri.startswith(("/", "file://"))):
         return uri
     return str(folder.resolve())
+
+
+def _address(storage: str) -> str:
+    return storage if "://" in storage else str(Path(storage).resolve())
 
 
 def _run_attempts(job: LocalJob, display: Display, files: EventFiles, interrupt: _Interrupt, page: Path) -> int:
