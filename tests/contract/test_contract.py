@@ -308,6 +308,12 @@ def test_a_model_is_exactly_one_of_preset_and_config(model: dict[str, typing.Any
         read(JobSpec, bad)
 
 
+def test_a_model_may_be_the_one_that_lies_beside_its_weights() -> None:
+    good = minimal()
+    good["training"]["model"] = {"initFrom": "s3://models/base"}
+    assert read(JobSpec, good).training.model.init_from == "s3://models/base"
+
+
 @pytest.mark.parametrize(("name", "value"), [("innerSteps", 5), ("outerOptimizer", {})])
 def test_settings_of_diloco_are_refused_under_all_reduce(name: str, value: typing.Any) -> None:
     with pytest.raises(InvalidDocument, match=rf"^sync\.{name}: .* for algorithm DiLoCo only"):

@@ -6,6 +6,7 @@ where it fails leaves one message for its launcher.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from crosscloud_trainer.contract import (
     Precision,
     Schedule,
     StoredCheckpoint,
+    Training,
+    dump_json,
 )
 from crosscloud_trainer.data.corpus import Corpus, open_corpus
 from crosscloud_trainer.environment import (
@@ -96,18 +100,17 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
     steps = steps_for(training.tokens, tokens_per_step)
 
     say(status, "building the model")
-    check_memory(run, pod.replica, device, Memory.read(environ), corpus.vocabulary)
-    model = build_model(training.model, training.sequence_length, training.seed, corpus.vocabulary)
-    if training.data.packing is Packing.DOCUMENTS:
-        check_apart(model)
-    if training.model.init_from is not None:
-        initial.load(model, training.model.init_from, Path(environ[DATA_FOLDER]) / INITIAL_FOLDER)
+    given = Path(environ[DATA_FOLDER]) / INITIAL_FOLDER
+    training = replace(training, model=initial.described(training.model, given))
+    check_memory(replace(run, training=training), pod.replica, device, Memory.read(environ), corpus.vocabulary)
+    model = first_model(training, corpus, given)
     torch.manual_seed(seed_of(training.seed, pod.replica, place.number))  # of dropout: no two ranks drop alike
     trained = build_engine(*stage_of(model, place), place, steps)
     journal = Journal(steps, dense_bytes(place, trained.index, model))
 
     say(status, "meeting the other replicas")
-    with meet_replicas(place, trained, corpus.agreement(training), deadline, hidden_size(model)) as meeting:
+    alike = {**corpus.agreement(training), "model": hashlib.sha256(dump_json(training.model).encode()).hexdigest()}
+    with meet_replicas(place, trained, alike, deadline, hidden_size(model)) as meeting:
         algorithm = build_algorithm(place, trained, meeting, device)
         done = 0
         if run.resume_from:
@@ -138,7 +141,7 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
 
         say(status, "writing checkpoint and result")
         newest = saver.last(steps)
-        stored = store(place, saver, newest, corpus)
+        stored = store(place, saver, newest, training, corpus)
         if status is not None:
             status.update(**stored)
         if newest is not None and retention is not None:
@@ -148,6 +151,16 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
         status.close()
     dist.barrier()
     engine.close()
+
+
+def first_model(training: Training, corpus: Corpus, given: Path) -> PreTrainedModel:
+    """The model before the first step; its weights are drawn, or those in the folder `given`."""
+    model = build_model(training.model, training.sequence_length, training.seed, corpus.vocabulary)
+    if training.data.packing is Packing.DOCUMENTS:
+        check_apart(model)
+    if training.model.init_from is not None:
+        initial.load(model, training.model, given)
+    return model
 
 
 def stage_of(model: PreTrainedModel, place: Place) -> tuple[torch.nn.Module, engine.Whole | None]:
@@ -195,13 +208,15 @@ def build_engine(model: torch.nn.Module, whole: engine.Whole | None, place: Plac
     return engine.build(model, optimizer, settings, schedule, whole)
 
 
-def store(place: Place, saver: Saver, newest: StoredCheckpoint | None, corpus: Corpus) -> dict[str, Any]:
+def store(
+    place: Place, saver: Saver, newest: StoredCheckpoint | None, training: Training, corpus: Corpus
+) -> dict[str, Any]:
     """Write the result, on the rank that has `newest`: from the weights in it; returns what the status says of both."""
     if newest is None:
         return {}
     run = place.attempt.run
     found = checkpoint.Checkpoint(newest)
-    model = build_model(run.training.model, run.training.sequence_length, run.training.seed, corpus.vocabulary)
+    model = build_model(training.model, training.sequence_length, training.seed, corpus.vocabulary)
     result.fill(model, found)
     provenance = {"job": run.job.name, "uid": run.job.uid, "checkpoint": newest.uri, "sha256": newest.digest}
     address = result.write_result(saver.storage, model, provenance, corpus.tokenizer_folder)

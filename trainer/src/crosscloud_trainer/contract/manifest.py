@@ -94,7 +94,7 @@ class Model:
     """A preset of ours, or a `transformers` configuration with its `model_type`; exactly one of the two.
 
     `init_from` is where the weights come from at first, a `transformers` folder or another job's storage; None draws
-    them.
+    them. Where it is given alone, the configuration is the one that lies beside those weights.
     """
 
     preset: ModelPreset | None = rule(None)
@@ -102,9 +102,10 @@ class Model:
     init_from: str | None = rule(None, max_length=1024, pattern=r"^([a-z][a-z0-9+.-]*://|/).+")
 
     def check(self) -> Iterator[Fault]:
-        if (self.preset is None) == (self.config is None):
-            found = "both" if self.preset else "neither"
-            yield "", found, "set exactly one of preset and config"
+        if self.preset is not None and self.config is not None:
+            yield "", "both", "set exactly one of preset and config"
+        if self.preset is None and self.config is None and self.init_from is None:
+            yield "", "neither", "set exactly one of preset and config, or initFrom alone"
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             yield "config.model_type", self.config.get("model_type"), "must name a transformers model type, like llama"
 

@@ -1,4 +1,6 @@
-"""Weights to begin with: brought once for all ranks of a pod, from a `transformers` folder or the storage of a job."""
+"""Weights to begin with, and what they say of their model: brought once for all ranks of a pod, from a `transformers`
+folder or the storage of a job.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ from crosscloud_trainer.storage import Storage
 FIELD = "training.model.initFrom"
 
 _SUFFIX = ".safetensors"
+_CONFIG = "config.json"
 
 
 def fetch(address: str, folder: Path) -> None:
-    """Copy the weights at `address` into `folder`. Raises Failure(INVALID_INPUT) where there are none."""
+    """Copy the weights at `address` into `folder`, and their model's configuration where it is there. Raises
+    Failure(INVALID_INPUT) where there are no weights.
+    """
     storage = Storage(address, FIELD)
     names = storage.names("")
     if not _weights(names) and "result" in names:  # the storage of a job
@@ -27,6 +32,8 @@ def fetch(address: str, folder: Path) -> None:
         allowed = "must be a folder with .safetensors files, as transformers saves a model, or the storage of a job"
         raise invalid([Problem(FIELD, address, allowed)])
     folder.mkdir()
+    if _CONFIG in names:
+        storage.download(_CONFIG, folder / _CONFIG)
     for name in found:
         storage.download(name, folder / name)
         if not _is_whole(folder / name):

@@ -43,7 +43,7 @@ _PRESETS: dict[ModelPreset, dict[str, Any]] = {
 
 _POSITIONS = ("n_positions", "max_position_embeddings")  # as different model types call it; the first is never an alias
 # What counts layers, heads and widths, as different model types call it. transformers builds a model of none, too.
-_SIZES = frozenset(
+SIZES = frozenset(
     [
         "vocab_size",
         "hidden_size",
@@ -102,7 +102,7 @@ def model_config(model: Model, sequence_length: int, vocabulary: Vocabulary = BY
         problems += _positions(config, field, sequence_length)
     except Exception as fault:  # noqa: BLE001 - each model type has exceptions of its own
         if not wrong & {
-            *_SIZES,
+            *SIZES,
             "model_type",
         }:  # else it may be no more than what follows from a default in the wrong one's place
             problems.append(Problem(field, given, _one_line(fault)))
@@ -159,7 +159,7 @@ def _faults(kind: str, given: dict[str, Any], field: str, vocabulary: Vocabulary
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not given.get("is_decoder"):
         allowed = f"{kind} looks at both sides of a token unless this is true"
         yield Problem(f"{field}.is_decoder", given.get("is_decoder"), allowed)
-    for name in sorted(_SIZES & set(given) & known):
+    for name in sorted(SIZES & set(given) & known):
         value = given[name]
         if not isinstance(value, int) or isinstance(value, bool):
             continue  # None is the type's own default, and transformers judges the rest
