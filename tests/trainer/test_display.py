@@ -131,6 +131,16 @@ def test_the_summary_has_the_way_to_try_the_result(state: RunState) -> None:
     assert "crosscloud-trainer generate /x/result --prompt" in told
 
 
+def test_the_best_checkpoint_is_told_where_it_is_not_the_last_one(state: RunState) -> None:
+    last, best = "s3://models/x/step-8/manifest.json", "s3://models/x/step-4/manifest.json"
+    summary = replace(Summary.of(state), result="s3://models/x/result", checkpoint=last, best_checkpoint=best)
+    told = summary_lines(summary)
+    assert f"checkpoint  {last}" in told
+    assert f"best one    {best} (the lowest validation loss)" in told
+    assert not [line for line in told if line.startswith("try")]  # `generate` takes a folder
+    assert not [line for line in summary_lines(replace(summary, best_checkpoint=last)) if line.startswith("best")]
+
+
 def test_a_sparkline_runs_from_the_lowest_to_the_highest_value() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([3, 3, 3], 8) == "▁▁▁"

@@ -20,7 +20,7 @@ STEP_TOKENS = 2 * 4 * 32
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    training = {"tokens": 400 * STEP_TOKENS, "evaluateEvery": 1000}
+    training = {"tokens": 300 * STEP_TOKENS, "evaluateEvery": 1000}
     spec = {"checkpoint": {"everySteps": 100}, "failurePolicy": {"attempts": 1}}
     sync = {"innerSteps": 4, "codec": "BF16"}
     return written(tmp_path_factory.mktemp("stopping"), manifest(training=training, sync=sync, **spec))
@@ -69,4 +69,4 @@ def test_what_is_learned_in_three_attempts_is_what_is_learned_in_one_to_the_bit(
 
 
 def test_neither_counts_against_the_attempts_of_the_job(run: Run) -> None:
-    assert (run.code, run.end["steps"], run.end["attempts"]) == (ExitCode.SUCCEEDED, 400, 3)
+    assert (run.code, run.end["steps"], run.end["attempts"]) == (ExitCode.SUCCEEDED, 300, 3)
