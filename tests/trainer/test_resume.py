@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer.jobs import finished, manifest, ranks_of, start_local, written
+import torch
+from safetensors.torch import load_file
+from trainer.jobs import TRAINER, finished, manifest, ranks_of, start_local, written
 from trainer.runs import Run, broken_off, until_checkpoint
 from trainer.s3 import s3_server
 
 from crosscloud_trainer.contract import ExitCode
+from crosscloud_trainer.export import export
+from crosscloud_trainer.failures import Failure
 
 TOP_K = {"innerSteps": 4, "codec": "TopK"}
 ALL_REDUCE = {"algorithm": "AllReduce", "codec": "Int8"}
@@ -140,3 +146,36 @@ def test_resume_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     assert (code, events) == (ExitCode.INVALID_INPUT, [])
     assert "--resume" in err
     assert "leave --resume out to begin anew" in err
+
+
+def test_a_model_folder_of_any_checkpoint_is_exported(runs: dict[str, Run], tmp_path: Path) -> None:
+    run = runs["end resumed"]
+    result, (last, before, *_) = run.out / "result", (item["uri"] for item in run.checkpoints)
+    for name, uri in (("last", last), ("before", before)):
+        subprocess.run([*TRAINER, "export", str(result), uri, str(tmp_path / name)], check=True, capture_output=True)
+    weights = {name: load_file(tmp_path / name / "model.safetensors") for name in ("last", "before")}
+    kept = load_file(result / "model.safetensors")
+    assert {name: values.tolist() for name, values in weights["last"].items()} == {
+        n: v.tolist() for n, v in kept.items()
+    }
+    assert any(not torch.equal(kept[name], values) for name, values in weights["before"].items())
+    assert json.loads((tmp_path / "before" / "crosscloud.json").read_text())["checkpoint"] == before
+    assert {path.name for path in (tmp_path / "before").iterdir()} == {path.name for path in result.iterdir()}
+
+
+def test_an_export_that_makes_no_sense_is_one_line_by_the_name_of_its_argument(
+    runs: dict[str, Run], tmp_path: Path
+) -> None:
+    result, uri = runs["end resumed"].out / "result", runs["end resumed"].checkpoints[0]["uri"]
+    new = tmp_path / "new"
+    for arguments, said in (
+        ((tmp_path, uri, new), "RESULT: "),
+        ((result, "nowhere", new), "CHECKPOINT: nowhere isn't there; give an address of"),
+        ((result, runs["end whole"].checkpoints[0]["uri"], new), "CHECKPOINT: "),
+        ((result, uri, tmp_path), f"OUT: {tmp_path} is there already"),
+    ):
+        with pytest.raises(Failure, match=f"^{re.escape(said)}") as fault:
+            export(*arguments)
+        assert fault.value.code == ExitCode.INVALID_INPUT
+        assert len(str(fault.value).splitlines()) == 1
+        assert not list(tmp_path.iterdir()), "nothing half made"

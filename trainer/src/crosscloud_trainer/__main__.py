@@ -87,6 +87,20 @@ def pod() -> None:
 
 
 @main.command()
+@click.argument("result", type=click.Path(path_type=Path))
+@click.argument("checkpoint")
+@click.argument("out", type=click.Path(path_type=Path))
+def export(result: Path, checkpoint: str, out: Path) -> None:
+    """Write the model of a job at CHECKPOINT, the best one for example, to the folder OUT.
+
+    RESULT is the job's result folder, CHECKPOINT the address of a manifest.json as `status.checkpoints[].uri` has it.
+    """
+    from crosscloud_trainer.export import export as export_model
+
+    _explained(lambda: export_model(result, checkpoint, out))
+
+
+@main.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--prompt", required=True, help="Text that the model goes on from.")
 @click.option("--tokens", type=click.IntRange(1, 100_000), default=200, show_default=True, help="How many more.")
