@@ -15,6 +15,7 @@ from crosscloud_operator.domain.actions import (
     Failure,
     Fault,
     Lift,
+    MemberAction,
     Remove,
 )
 from crosscloud_operator.domain.documents import identity
@@ -49,7 +50,7 @@ async def execute(world: World, job: JobId, actions: Sequence[Action], settings:
         if isinstance(ensured, Failure):
             return [ensured]
         authority = ensured
-    by_member: dict[str, list[Action]] = {}
+    by_member: dict[str, list[MemberAction]] = {}
     for action in actions:
         if not isinstance(action, EnsureAuthority):
             by_member.setdefault(action.member, []).append(action)
@@ -68,14 +69,14 @@ async def remove_authority(world: World, job: JobId, settings: JobSettings) -> N
 
 
 async def _member(
-    world: World, job: JobId, member: str, actions: Iterable[Action], authority: CertificateAuthority | None
+    world: World, job: JobId, member: str, actions: Iterable[MemberAction], authority: CertificateAuthority | None
 ) -> list[Failure]:
     client = world.member(member)
     if client is None:
         return [Failure(Fault.UNREACHABLE, member, "API server", "its MemberCluster or credentials can't be used")]
     failures: list[Failure] = []
     for action in actions:
-        failure = await _one(client, job, member, action, authority)
+        failure = await _one(client, job, action, authority)
         if failure is not None:
             failures.append(failure)
             if not isinstance(action, Remove) or failure.fault is Fault.UNREACHABLE:
@@ -84,14 +85,13 @@ async def _member(
 
 
 async def _one(
-    client: Cluster, job: JobId, member: str, action: Action, authority: CertificateAuthority | None
+    client: Cluster, job: JobId, action: MemberAction, authority: CertificateAuthority | None
 ) -> Failure | None:
     """Speaks to the member alone, so that whatever fails here is the member's."""
-    what = _what(action)
     try:
         match action:
             case Ensure():
-                return await _ensure(client, job, member, action.obj, update=action.update)
+                return await _ensure(client, job, action)
             case EnsureKeys():
                 return await _ensure_keys(client, job, action, authority)
             case Lift():
@@ -103,15 +103,15 @@ async def _one(
         # Somebody was faster, or the object has changed: the next look shows what is left to do.
         return None
     except Refused as refusal:
-        return Failure(Fault.REFUSED, member, what, refusal.message)
+        return Failure(Fault.REFUSED, action.member, _what(action), refusal.message)
     except ApiError as fault:
-        return Failure(Fault.UNREACHABLE, member, what, fault.message)
+        return Failure(Fault.UNREACHABLE, action.member, _what(action), fault.message)
     return None
 
 
-async def _ensure(client: Cluster, job: JobId, member: str, obj: Obj, *, update: bool = False) -> Failure | None:
+async def _ensure(client: Cluster, job: JobId, action: Ensure) -> Failure | None:
+    member, what, obj = action.member, _what(action), action.obj
     ref = Ref.of(obj)
-    what = f"{ref.kind.kind} {ref.name}"
     try:
         await client.create(obj)
     except NotFound as fault:
@@ -127,7 +127,7 @@ async def _ensure(client: Cluster, job: JobId, member: str, obj: Obj, *, update:
             return Failure(Fault.NAME_CONFLICT, member, what, message)
         if existing["metadata"].get("deletionTimestamp") or not _same_owner(existing, obj):
             return Failure(Fault.LEAVING, member, what, "is being deleted")
-        if update and existing.get("data") != obj.get("data"):
+        if action.update and existing.get("data") != obj.get("data"):
             old = dict.fromkeys(existing.get("data") or {})
             patch = {"metadata": {"uid": existing["metadata"]["uid"]}, "data": {**old, **(obj.get("data") or {})}}
             await client.merge_patch(ref, patch)
@@ -152,7 +152,7 @@ async def _ensure_keys(
         return None
     keys = {pod: authority.issue(identity(job.uid, pod.id)) for pod in action.pods}
     obj = manifests.keys_secret(job, action.anchor_uid, action.attempt, authority.certificate, keys)
-    return await _ensure(client, job, action.member, obj)
+    return await _ensure(client, job, Ensure(action.member, obj))
 
 
 async def _ensure_authority(world: World, job: JobId, settings: JobSettings) -> CertificateAuthority | Failure:
@@ -183,7 +183,7 @@ async def _lift(client: Cluster, job: JobId, action: Lift) -> None:
     await client.json_patch(Ref(POD, action.pod, job.namespace), operations)
 
 
-def _what(action: Action) -> str:
+def _what(action: MemberAction) -> str:
     match action:
         case Ensure():
             return f"{action.obj['kind']} {action.obj['metadata']['name']}"
@@ -193,4 +193,3 @@ def _what(action: Action) -> str:
             return f"Pod {action.pod}"
         case Remove():
             return f"{action.kind} {action.name}"
-    return "Secret of the authority"

@@ -58,7 +58,8 @@ class Remove:
     uid: str
 
 
-Action = Ensure | EnsureAuthority | EnsureKeys | Lift | Remove
+MemberAction = Ensure | EnsureKeys | Lift | Remove
+Action = EnsureAuthority | MemberAction
 
 
 class Fault(Enum):
