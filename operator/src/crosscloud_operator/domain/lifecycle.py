@@ -79,6 +79,10 @@ class Site:
     gateway: str | None = None
     problem: str | None = None  # why the gateway can have no address
 
+    def is_whole(self, *, gateway: bool) -> bool:
+        """Whether pods can be made; `gateway`: the job lies in several members, so that it needs an address too."""
+        return self.anchor_uid is not None and self.has_pods_service and (self.gateway is not None or not gateway)
+
 
 @dataclass(frozen=True)
 class Found:

@@ -16,6 +16,9 @@ from crosscloud_operator.domain import scheduling
 from crosscloud_operator.domain.inventory import Node, Snapshot
 from crosscloud_operator.domain.record import PlacedStage, Refusal
 from crosscloud_operator.domain.search import ReplicaNeed, room_for, search
+from crosscloud_operator.domain.status import some
+
+NODES_NAMED = 8  # in one reason
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def _offer(
         else:
             reasons.append(f"{node.name} {reason}")
     if not nodes:
-        return (), "no node with GPUs" if not reasons else f"no node qualifies: {_some(reasons)}"
+        return (), "no node with GPUs" if not reasons else f"no node qualifies: {some(reasons, NODES_NAMED)}"
     return tuple(nodes), None
 
 
@@ -110,7 +113,7 @@ def _refusals(
         allowed = [need for need in request.replicas if need.may_use(name)]
         rooms = [(node.pool, node.free) for node in nodes]
         fitting = [need for need in allowed if room_for(need.gpus, 1, rooms)[0]]
-        free = f"free GPUs: {_some([f'{node.name} {node.free}' for node in nodes])}"
+        free = f"free GPUs: {some([f'{node.name} {node.free}' for node in nodes], NODES_NAMED)}"
         if not allowed:
             found.append(Refusal(name, "no replica may run there, by replicaOverrides"))
         elif not fitting:
@@ -148,8 +151,3 @@ def _shape(gpus: int, product: str | None) -> str:
     shapes = [f"{gpus}{kind} GPU{'s' if gpus > 1 else ''} on one node"]
     shapes += [f"{n}x{gpus // n}" for n in range(2, gpus + 1) if gpus % n == 0][:3]
     return " or ".join(shapes)
-
-
-def _some(items: Sequence[str], limit: int = 8) -> str:
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more

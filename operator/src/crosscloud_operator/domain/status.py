@@ -94,6 +94,12 @@ def _best(progress: Progress) -> float:
     return math.inf if progress.best_validation_loss is None else progress.best_validation_loss
 
 
+def some(items: Sequence[str], limit: int = 4) -> str:
+    """The first items, for a message, and how many more there are."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
+
+
 def waiting_words(reports: Mapping[int, Report]) -> str | None:
     """`replica 0 waits for replica 1`, for those that wait; None when none does. Since when is in replicaStatuses: a
     text that changes with each wait would make a new Event of each.

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from crosscloud_operator.domain import record
 from crosscloud_operator.domain.actions import Failure, Fault, Lift
-from crosscloud_operator.domain.lifecycle import Decision, Facts, Site, current, end_attempt, tell, with_attempt
+from crosscloud_operator.domain.lifecycle import Decision, Facts, current, end_attempt, tell, with_attempt
 from crosscloud_operator.domain.observed import PodState
 from crosscloud_operator.domain.record import Cause
 from crosscloud_operator.domain.render import attempt_actions
+from crosscloud_operator.domain.status import some
 from crosscloud_operator.domain.steps.running import cause_of_end
 
 LOOK = 2.0  # seconds until the next look where no event wakes us
@@ -27,7 +28,8 @@ def admitting(facts: Facts) -> Decision:
         absent = ", ".join(pod.planned.label for pod in facts.pods if not pod.uid)
         message = f"not every pod was accepted within {facts.settings.admit_timeout:g} s; still missing: {absent}"
         return end_attempt(facts, _not_run("AdmissionTimeout", message))
-    lost = [name for name, site in sorted(facts.sites.items()) if not _is_whole(facts, site)]
+    spans = len({stage.member for stage in facts.status.plan}) > 1
+    lost = [name for name, site in sorted(facts.sites.items()) if not site.is_whole(gateway=spans)]
     if lost:
         message = f"anchor, Service or address of the job has gone from {', '.join(lost)}"
         return end_attempt(facts, _not_run("PreparationLost", message))
@@ -78,12 +80,6 @@ def _not_run(reason: str, message: str, member: str | None = None) -> Cause:
     return Cause(reason, message, counted=False, retryable=True, member=member)
 
 
-def _is_whole(facts: Facts, site: Site) -> bool:
-    spans = len({stage.member for stage in facts.status.plan}) > 1
-    return site.anchor_uid is not None and site.has_pods_service and (site.gateway is not None or not spans)
-
-
 def _unbound_words(unbound: Sequence[PodState], timeout: float) -> str:
-    words = [f"{pod.planned.label} ({pod.blocked or 'no word from the scheduler'})" for pod in unbound[:4]]
-    more = f" and {len(unbound) - 4} more" if len(unbound) > 4 else ""
-    return f"no node within {timeout:g} s for {', '.join(words)}{more}"
+    words = [f"{pod.planned.label} ({pod.blocked or 'no word from the scheduler'})" for pod in unbound]
+    return f"no node within {timeout:g} s for {some(words)}"

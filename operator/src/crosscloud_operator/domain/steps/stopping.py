@@ -111,9 +111,8 @@ def _removals(found: Iterable[Found]) -> tuple[Remove, ...]:
 
 
 def _wait_words(left: Iterable[Found], unanswered: dict[str, str]) -> str:
-    words_ = [f"{item.remove.member}/{item.remove.name}" for item in left]
-    more = f" and {len(words_) - 4} more" if len(words_) > 4 else ""
-    parts = [f"waiting until {', '.join(words_[:4])}{more} are gone"] if words_ else []
+    going = [f"{item.remove.member}/{item.remove.name}" for item in left]
+    parts = [f"waiting until {words.some(going)} are gone"] if going else []
     for name, since in sorted(unanswered.items()):
         parts.append(f"waiting for {name} to answer (not reached since {since}; gone for good: {_REMOVE})")
     return "; ".join(parts)

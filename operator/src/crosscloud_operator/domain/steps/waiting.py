@@ -93,8 +93,7 @@ def _placement(facts: Facts) -> Placement:
 def _is_ready(facts: Facts, member: str, placement: Placement) -> bool:
     site = facts.sites.get(member, Site())
     recorded = any(item.name == member for item in facts.status.members)
-    gateway = site.gateway is not None or not _spans(placement)
-    return recorded and site.anchor_uid is not None and site.has_pods_service and gateway
+    return recorded and site.is_whole(gateway=_spans(placement))
 
 
 def _preparation(facts: Facts, member: str, placement: Placement) -> list[Action]:
