@@ -8,7 +8,7 @@ import functools
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
@@ -18,7 +18,6 @@ from crosscloud_operator.kube.api import JOB, ApiError, Cluster, NotFound, Obj, 
 from crosscloud_operator.kube.cluster import HttpCluster
 from crosscloud_operator.kube.local import NoAccess, user_kubeconfig
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")

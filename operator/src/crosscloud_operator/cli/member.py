@@ -279,7 +279,7 @@ async def _wait(hub: Cluster, wanted: Wanted, expires: float | None, out: Consol
             used = (status.get("credentials") or {}).get("expiresAt")
             if ready and ready["status"] == "True" and (mark is None or used == mark):
                 break
-            if ready and (ready["status"] != "True"):
+            if ready and ready["status"] != "True":
                 words = f"{ready['reason']}: {ready['message']}"
             if time.monotonic() > deadline:
                 raise Failed(f"{wanted.name} is not Ready after {wanted.timeout} s: {words}")

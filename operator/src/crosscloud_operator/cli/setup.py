@@ -25,8 +25,8 @@ def account_objects() -> list[Obj]:
     return [
         _object("v1", "Namespace", NAMESPACE),
         _object("v1", "ServiceAccount", ACCOUNT, NAMESPACE),
-        _role("ClusterRole", VIEW, MEMBER_VIEW_RIGHTS),
-        _role("ClusterRole", RUN, MEMBER_RUN_RIGHTS),
+        _cluster_role(VIEW, MEMBER_VIEW_RIGHTS),
+        _cluster_role(RUN, MEMBER_RUN_RIGHTS),
         _binding("ClusterRoleBinding", VIEW, "ClusterRole", VIEW),
         _object(
             f"{_RBAC}/v1",
@@ -91,8 +91,8 @@ def hub_objects(member: str, namespace: str, kubeconfig: str, allowed: Obj | Non
     ]
 
 
-def _role(kind: str, name: str, rights: Sequence[Right]) -> Obj:
-    return _object(f"{_RBAC}/v1", kind, name, rules=[right.rule() for right in rights])
+def _cluster_role(name: str, rights: Sequence[Right]) -> Obj:
+    return _object(f"{_RBAC}/v1", "ClusterRole", name, rules=[right.rule() for right in rights])
 
 
 def _binding(kind: str, name: str, role_kind: str, role: str, namespace: str | None = None) -> Obj:

@@ -168,10 +168,9 @@ def pod_labels(job: JobId, pod_id: PodId) -> dict[str, str]:
     }
 
 
-def selector(job: JobId, attempt: int | None = None) -> str:
-    """The label selector of a job's objects, or of one attempt's."""
-    found = f"{HUB}={job.hub},{JOB_UID}={job.uid}"
-    return found if attempt is None else f"{found},{ATTEMPT}={attempt}"
+def selector(job: JobId) -> str:
+    """The label selector of a job's objects."""
+    return f"{HUB}={job.hub},{JOB_UID}={job.uid}"
 
 
 def is_ours(obj: Mapping[str, object], job: JobId) -> bool:

@@ -32,7 +32,7 @@ class NoAccess(Exception):
 
 def in_cluster() -> Access:
     """The pod's service account, its token read anew (it rotates)."""
-    found = Configuration(proxy="")  # none from the surroundings; one that the kubeconfig names is refused below
+    found = Configuration(proxy="")  # none from the surroundings
     try:
         config.load_incluster_config(client_configuration=found)
     except ConfigException as fault:
