@@ -14,7 +14,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from crosscloud_lab.demo.steps import run
 from crosscloud_lab.demo.trainers import Progress, Trainers, of_status
 from crosscloud_lab.lab import Lab
 
@@ -92,8 +91,7 @@ def follow(lab: Lab, namespace: str, name: str, console: Console) -> Story:
 
 
 def read_job(lab: Lab, namespace: str, name: str) -> dict[str, Any]:
-    kubectl = (lab.binary("kubectl"), "--kubeconfig", lab.kubeconfig("hub"))
-    return dict(json.loads(run(*kubectl, "get", "cctj", name, "-n", namespace, "-o", "json")))
+    return dict(json.loads(lab.kubectl("hub", "get", "cctj", name, "-n", namespace, "-o", "json")))
 
 
 def member_bytes(lab: Lab) -> int:

@@ -92,9 +92,9 @@ def apply(lab: Lab, cluster: str, obj: dict[str, Any]) -> None:
 
 def apply_job(lab: Lab, manifest: Path) -> None:
     """A job of an earlier demo is deleted first: its spec can't be changed, and it has ended."""
-    kubectl = (lab.binary("kubectl"), "--kubeconfig", lab.kubeconfig("hub"))
-    run(*kubectl, "delete", "-f", manifest, "--ignore-not-found", "--timeout", "180s")
-    run(*kubectl, "apply", "-f", manifest)
+    delete = ("delete", "-f", str(manifest), "--ignore-not-found", "--timeout", "180s")
+    lab.kubectl("hub", *delete, timeout=COMMAND_SECONDS)
+    lab.kubectl("hub", "apply", "-f", str(manifest))
 
 
 @dataclass(frozen=True)
