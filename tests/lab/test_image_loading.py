@@ -11,10 +11,11 @@ import pytest
 from lab.pods import pod
 
 from crosscloud_lab.errors import LabError
-from crosscloud_lab.images import build_images, image_names, load_archive, load_images
+from crosscloud_lab.images import build_images, load_archive, load_images
 from crosscloud_lab.lab import Lab
 from crosscloud_lab.labfile import parse_lab
 from crosscloud_lab.packages import find_tool
+from crosscloud_lab.recipe import image_names
 
 DOCKERFILE = """\
 FROM scratch AS base

@@ -12,6 +12,8 @@ from typing import Any
 from crosscloud_lab.errors import LabError
 from crosscloud_lab.plan import ClusterPlan
 
+_SECONDS = 10.0
+
 
 class ApiUnavailable(LabError):
     """The API server doesn't answer."""
@@ -28,16 +30,15 @@ class ApiRefused(LabError):
 class Api:
     """Requests as the cluster's administrator, each on a connection of its own."""
 
-    def __init__(self, cluster: ClusterPlan, pki: Path, timeout: float = 10.0) -> None:
+    def __init__(self, cluster: ClusterPlan, pki: Path) -> None:
         self._address = str(cluster.api_address)
         self._name = cluster.name
-        self._timeout = timeout
         self._context = ssl.create_default_context(cafile=str(pki / "ca.crt"))
         self._context.load_cert_chain(str(pki / "admin.crt"), str(pki / "admin.key"))
 
     def text(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> str:
         """The answer's body. Raises ApiUnavailable, ApiRefused."""
-        connection = http.client.HTTPSConnection(self._address, 6443, timeout=self._timeout, context=self._context)
+        connection = http.client.HTTPSConnection(self._address, 6443, timeout=_SECONDS, context=self._context)
         payload = None if body is None else json.dumps(body)
         try:
             connection.request(method, path, payload, {"Content-Type": content_type, "Accept": "application/json"})

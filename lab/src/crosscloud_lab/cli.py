@@ -21,7 +21,7 @@ from crosscloud_lab.builds import build_all
 from crosscloud_lab.errors import LabError
 from crosscloud_lab.images import build_images, load_archive
 from crosscloud_lab.lab import Lab, LabStatus, remove_lab
-from crosscloud_lab.labfile import DEFAULT_NAME, check_lab_name
+from crosscloud_lab.labfile import DEFAULT_NAME, check_lab_name, read_lab_file
 from crosscloud_lab.packages import CLUSTER_TOOLS, IMAGE_TOOLS, TEST_TOOLS, ensure_packages
 from crosscloud_lab.paths import cache_dir
 from crosscloud_lab.progress import default_progress
@@ -66,7 +66,7 @@ def main(context: click.Context, name: str) -> None:
 def up(name: str, path: Path | None) -> None:
     """Bring the lab up, or repair it; a healthy lab is left as it is."""
     progress = default_progress()
-    lab = Lab.from_file(path, progress) if path or name == DEFAULT_NAME else Lab.open(name, progress)
+    lab = Lab(read_lab_file(path), progress) if path or name == DEFAULT_NAME else Lab.open(name, progress)
     if path and name not in (DEFAULT_NAME, lab.spec.name):
         raise LabError(f"--lab: {name!r} is not the name in {path}, which is {lab.spec.name!r}; leave --lab out")
     lab.up()

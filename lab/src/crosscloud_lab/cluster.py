@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -68,7 +69,7 @@ class Cluster:
         """Starts what doesn't run and waits until everything is ready; the sandbox must be connected."""
         note("API server")
         for node in self.plan.nodes:
-            self.sandbox.start(components.containerd(node, self.files))
+            self.sandbox.start(self.containerd(node))
         self.sandbox.start(self.etcd)
         self.sandbox.start(self.api_server)
         api = self.api()
@@ -225,7 +226,7 @@ class Cluster:
             return False
         return True
 
-    def _wait(self, daemon: Daemon, ready: Any) -> None:
+    def _wait(self, daemon: Daemon, ready: Callable[[], bool]) -> None:
         wait_until(
             ready,
             f"{daemon.name} of cluster {self.plan.name}",

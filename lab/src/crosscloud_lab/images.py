@@ -20,10 +20,8 @@ from crosscloud_lab.lab import Lab
 from crosscloud_lab.paths import cache_dir, exclusive
 from crosscloud_lab.plan import NodePlan
 from crosscloud_lab.progress import Progress, default_progress
-from crosscloud_lab.recipe import TARGETS, image_names
+from crosscloud_lab.recipe import image_names
 from crosscloud_lab.seed import Seeds
-
-__all__ = ["TARGETS", "build_images", "image_names", "load_archive", "load_images"]
 
 _KEPT_SEEDS = 2
 # Per target, so that checkouts that share the cache don't take each other's away.
@@ -73,9 +71,9 @@ def load_images(lab: Lab, archives: dict[str, Path], progress: Progress | None =
         seeds.prune(_KEPT_SEEDS)
 
 
-def load_archive(lab: Lab, source: str, clusters: Sequence[str] = (), progress: Progress | None = None) -> None:
+def load_archive(lab: Lab, source: str, clusters: Sequence[str] = ()) -> None:
     """Brings one image to nodes: from an archive file, or by name from docker's or our own store."""
-    progress = progress or default_progress()
+    progress = default_progress()
     folder = cache_dir() / "images"
     chosen = [lab.cluster(name) for name in clusters] or lab.clusters()
     archive = Path(source)

@@ -16,14 +16,13 @@ from crosscloud_lab.binaries import Binaries
 from crosscloud_lab.cluster import Cluster, ClusterStatus
 from crosscloud_lab.components import SANDBOX_IMAGE
 from crosscloud_lab.errors import LabError
-from crosscloud_lab.labfile import DEFAULT_NAME, read_lab_file
 from crosscloud_lab.layout import ClusterFiles
 from crosscloud_lab.limits import raise_limits, restore_limits
 from crosscloud_lab.network import LinkState
 from crosscloud_lab.packages import find_tool
 from crosscloud_lab.paths import cache_dir, state_dir
 from crosscloud_lab.plan import LabPlan, lab_id, plan_lab, wan_interface
-from crosscloud_lab.progress import Progress, SilentProgress, default_progress
+from crosscloud_lab.progress import Progress, SilentProgress
 from crosscloud_lab.sandbox import Sandbox
 from crosscloud_lab.shell import run
 from crosscloud_lab.spec import LabSpec, rate_bits
@@ -73,17 +72,7 @@ class Lab:
             self._clusters[cluster.name] = Cluster(cluster, files, sandbox, self._binaries, self.plan.cgroup)
 
     @classmethod
-    def from_file(cls, path: Path | None = None, progress: Progress | None = None) -> Lab:
-        """The lab that a lab file describes; the default lab without one."""
-        return cls(read_lab_file(path), progress)
-
-    @classmethod
-    def default(cls, progress: Progress | None = None) -> Lab:
-        """The lab that `crosscloud-lab up` brings up, shown as the command shows it."""
-        return cls.from_file(None, progress or default_progress())
-
-    @classmethod
-    def open(cls, name: str = DEFAULT_NAME, progress: Progress | None = None) -> Lab:
+    def open(cls, name: str, progress: Progress | None = None) -> Lab:
         """A lab that `up` has brought up before, by name."""
         return cls(LabState(state_dir(name)).spec(), progress)
 
@@ -284,11 +273,11 @@ class Lab:
         return network.sent_bytes(self._clusters[a].sandbox, wan_interface(b))
 
 
-def remove_lab(name: str, progress: Progress | None = None) -> None:
+def remove_lab(name: str, progress: Progress) -> None:
     """Removes the lab `name`, whatever is left of it: by its name alone, so that lost files don't matter."""
     preflight.require_root()
     state = LabState(state_dir(name))
-    with state.locked(), (progress or SilentProgress()).phase(f"remove lab {name}"):
+    with state.locked(), progress.phase(f"remove lab {name}"):
         _remove_leftovers(name)
         restore_limits()
         state.remove()

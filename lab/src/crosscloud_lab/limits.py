@@ -13,10 +13,11 @@ from pathlib import Path
 from crosscloud_lab import cgroups
 from crosscloud_lab.paths import exclusive
 
+_RECORD, _SYSCTLS = Path("/run/crosscloud-lab"), Path("/proc/sys")
 _WANTED = {"fs/inotify/max_user_instances": 8192, "fs/inotify/max_user_watches": 524288}
 
 
-def raise_limits(record: Path = Path("/run/crosscloud-lab"), sysctls: Path = Path("/proc/sys")) -> None:
+def raise_limits(record: Path = _RECORD, sysctls: Path = _SYSCTLS) -> None:
     """Raises the limits that are too low, and remembers what they were."""
     low = {name: int((sysctls / name).read_text()) for name in _WANTED}
     low = {name: value for name, value in low.items() if value < _WANTED[name]}
@@ -30,7 +31,7 @@ def raise_limits(record: Path = Path("/run/crosscloud-lab"), sysctls: Path = Pat
             (sysctls / name).write_text(str(_WANTED[name]))
 
 
-def restore_limits(record: Path = Path("/run/crosscloud-lab"), sysctls: Path = Path("/proc/sys")) -> None:
+def restore_limits(record: Path = _RECORD, sysctls: Path = _SYSCTLS) -> None:
     """Puts the limits back unless another lab is there."""
     if not record.is_dir() or any(cgroups.ledger_root().glob("crosscloud-*")):
         return

@@ -14,10 +14,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from crosscloud_lab.labfile import SERVICE_RANGE
 from crosscloud_lab.plan import ClusterPlan
 
 _LIFETIME = timedelta(days=3650)
-_SERVICE_ADDRESS = IPv4Address("10.96.0.1")
+_SERVICE_ADDRESS = SERVICE_RANGE[1]  # of the Service `kubernetes`
 _LOOPBACK = IPv4Address("127.0.0.1")
 _API_NAMES = (
     "kubernetes",
@@ -103,11 +104,10 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicK
 
 
 def _authority(name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
-    usage = _usage(signature=True, sign_certificates=True)
     return (
         _builder(name, name, key.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
+        .add_extension(_usage(sign_certificates=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -130,16 +130,16 @@ def _issue(
         builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
     return (
         builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signature=True, sign_certificates=False), critical=True)
+        .add_extension(_usage(sign_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
         .sign(ca_key, hashes.SHA256())
     )
 
 
-def _usage(*, signature: bool, sign_certificates: bool) -> x509.KeyUsage:
+def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
-        digital_signature=signature,
+        digital_signature=True,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,

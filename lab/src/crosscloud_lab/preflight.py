@@ -31,12 +31,11 @@ def require_root() -> None:
 
 
 def check(lab: LabPlan, state: Path, cache: Path, running: bool, progress: Progress) -> None:
-    """Raises PreflightError with all findings; installs missing packages where apt can.
+    """Raises PreflightError with all findings; installs missing packages where apt can. For root alone: `require_root`.
 
     `running` says that the lab is there already, so that its own memory and disk aren't asked for twice.
     """
-    findings = _system_findings(sys.platform, os.geteuid())
-    findings += _folder_findings({"state folder": state, "cache folder": cache})
+    findings = _folder_findings({"state folder": state, "cache folder": cache})
     if not running:
         nodes = sum(len(cluster.nodes) for cluster in lab.clusters)
         findings += _size_findings(_memory_available(), len(lab.clusters), _disk_free(state), nodes, state)
@@ -44,7 +43,7 @@ def check(lab: LabPlan, state: Path, cache: Path, running: bool, progress: Progr
         findings += missing_sentences(CLUSTER_TOOLS)
     if not findings and missing_packages(CLUSTER_TOOLS):
         ensure_packages(CLUSTER_TOOLS, progress)
-    if not missing_packages(CLUSTER_TOOLS) and not _system_findings(sys.platform, os.geteuid()):
+    if not missing_packages(CLUSTER_TOOLS):
         if not running:
             findings += _kernel_findings()
         conflicts = network.host_conflicts(lab)

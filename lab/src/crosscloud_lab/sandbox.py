@@ -99,10 +99,10 @@ class Sandbox:
             raise LabError(f"cluster {self._group.name} is not running: run `crosscloud-lab up`")
         return pid
 
-    def ensure(self) -> bool:
-        """Starts the sandbox if it isn't there; True when it is a new one."""
+    def ensure(self) -> None:
+        """Starts the sandbox if it isn't there."""
         if self.init_pid() is not None:
-            return False
+            return
         self.stop()
         group = self._group / "init"
         group.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,6 @@ class Sandbox:
             if time.monotonic() > deadline:
                 raise LabError(f"init of cluster {self._group.name} ended at once")
             time.sleep(0.01)
-        return True
 
     def stop(self) -> None:
         """Ends every process of the cluster."""
@@ -202,11 +201,11 @@ def _is_init(pid: int) -> bool:
     return False
 
 
-def tail(log: Path, lines: int = 5) -> str:
+def tail(log: Path) -> str:
     """Name of a log and its last lines, for messages."""
     try:
         text = log.read_text(errors="replace")[-8000:]
     except OSError:
         text = ""
-    last = "\n".join(f"    {line[:400]}" for line in text.splitlines()[-lines:])
+    last = "\n".join(f"    {line[:400]}" for line in text.splitlines()[-5:])
     return f"see {log}\n{last}".rstrip()

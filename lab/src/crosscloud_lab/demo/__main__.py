@@ -17,6 +17,7 @@ from crosscloud_lab.demo.summary import goodbye, summarise
 from crosscloud_lab.errors import LabError, PreflightError
 from crosscloud_lab.images import load_images
 from crosscloud_lab.lab import Lab
+from crosscloud_lab.labfile import read_lab_file
 from crosscloud_lab.progress import default_progress
 from crosscloud_lab.shell import interrupt_when_asked_to_end
 
@@ -45,7 +46,8 @@ def main() -> int:
 def _run(console: Console) -> int:
     OUT.mkdir(exist_ok=True)
     phases = steps.Phases(console, total=7)
-    lab, progress = Lab.default(), default_progress()
+    progress = default_progress()
+    lab = Lab(read_lab_file(None), progress)
     with phases("builds: Kubernetes from its Go modules, and the images from the Dockerfile; what the cache lacks"):
         lab.check()
         images = build_all(Path.cwd(), progress)
