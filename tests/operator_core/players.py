@@ -149,13 +149,6 @@ def trainer_container(state: Obj) -> Obj:
     return {"name": "trainer", "state": state}
 
 
-def end_pod(cluster: MemoryCluster, pod: Obj, code: int, now: float, reason: str = "Completed") -> None:
-    """The trainer container ends; without sidecars the pod does too."""
-    terminated = {"exitCode": code, "reason": reason, "finishedAt": record.rfc3339(now)}
-    phase = "Failed" if code else "Succeeded"
-    cluster.change(pod, phase=phase, containerStatuses=[trainer_container({"terminated": terminated})])
-
-
 def report(
     world: MemoryWorld,
     pod: Obj,
@@ -248,6 +241,18 @@ class Lab:
         found = self.world.real_hub.find(JOB, name)
         return record.read_status(found.get("status") if found else None)
 
+    def attempt(self, name: str = "demo") -> record.Attempt:
+        """The attempt that there must be."""
+        found = self.status(name).attempt
+        assert found is not None
+        return found
+
+    def condition(self, kind: str, name: str = "demo") -> record.Condition:
+        """The condition that there must be."""
+        found = self.status(name).condition(kind)
+        assert found is not None
+        return found
+
     def reason(self, name: str = "demo") -> str:
         condition = self.status(name).condition("Running")
         return condition.reason if condition else ""
@@ -260,19 +265,35 @@ class Lab:
             if pod["metadata"]["labels"].get("crosscloud.dev/job") == name
         ]
 
+    def writers(self, name: str = "demo") -> list[Obj]:
+        """The pods that write their replicas' reports."""
+        containers = [(pod, pod["spec"]["containers"][0]) for pod in self.pods(name)]
+        return [pod for pod, main in containers if any(item["name"] == "CROSSCLOUD_REPORT" for item in main["env"])]
+
     def cluster_of(self, pod: Obj) -> MemoryCluster:
         return next(cluster for cluster in self.world.clusters.values() if pod in cluster.objects.values())
 
     def finish(self, name: str = "demo") -> None:
         """All trainers of the job end well, and say so."""
+        for pod in self.writers(name):
+            report(self.world, pod, "Ended", "Succeeded", step=10)
         for pod in self.pods(name):
-            if any(item["name"] == "CROSSCLOUD_REPORT" for item in pod["spec"]["containers"][0]["env"]):
-                report(self.world, pod, "Ended", "Succeeded", step=10)
-        for pod in self.pods(name):
-            end_pod(self.cluster_of(pod), pod, 0, self.world.clock)
+            self.end(pod, 0)
+
+    def end(self, pod: Obj, code: int, reason: str | None = None) -> None:
+        """The trainer container ends; without sidecars the pod does too."""
+        why = reason or ("Error" if code else "Completed")
+        terminated = {"exitCode": code, "reason": why, "finishedAt": record.rfc3339(self.world.clock)}
+        phase = "Failed" if code else "Succeeded"
+        statuses = [trainer_container({"terminated": terminated})]
+        self.cluster_of(pod).change(pod, phase=phase, containerStatuses=statuses)
 
     def submit(self, obj: Obj) -> Obj:
         return self.world.real_hub.put(obj)
+
+    def delete(self, name: str = "demo") -> None:
+        """A user deletes the job."""
+        self.world.real_hub.remove(Ref(JOB, name, "ml"))
 
 
 def seeded_fate(seed: int, chance: float, kinds: tuple[str, ...]) -> Callable[[str], str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from operator_core.players import Lab, end_pod, job, lab, report, running, trainer_container
+from operator_core.players import Lab, job, lab, report, running, trainer_container
 
 from crosscloud_operator.domain.record import rfc3339
 from crosscloud_operator.kube.api import (
@@ -19,7 +19,7 @@ async def test_a_gateway_that_does_not_come_up_is_named_while_the_trainers_start
     # Trainers behind a gateway that passes nothing would only say that they miss their peers.
     scene = await running()
     await scene.turn()
-    message = scene.status().condition("Running").message  # type: ignore[union-attr]
+    message = scene.condition("Running").message
     assert "west: the gateway has no pod yet (Deployment demo-a1-gateway)" in message
     states = {"east": {"ready": True, "state": {"running": {}}}, "west": {"ready": False}}
     states["west"]["state"] = {"waiting": {"reason": "ImagePullBackOff", "message": "no gateway:1"}}
@@ -31,10 +31,9 @@ async def test_a_gateway_that_does_not_come_up_is_named_while_the_trainers_start
         meta = {"name": "demo-a1-gateway-x", "namespace": "ml", "labels": labels}
         status = {"phase": "Pending", "containerStatuses": [{"name": "gateway", **state}]}
         cluster.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"nodeName": "n"}, "status": status})
-    for kubelet in scene.kubelets:
-        kubelet.step = lambda: None  # type: ignore[method-assign]
+    scene.kubelets.clear()
     await scene.turn()
-    message = scene.status().condition("Running").message  # type: ignore[union-attr]
+    message = scene.condition("Running").message
     assert "east" not in message
     assert "west/demo-a1-gateway-x: ImagePullBackOff: no gateway:1" in message
 
@@ -45,10 +44,10 @@ async def test_an_anchor_deleted_by_hand_costs_an_attempt_and_nothing_else() -> 
     collect, west.collect_garbage = west.collect_garbage, lambda: None  # type: ignore[method-assign]
     west.remove(Ref(CONFIG_MAP, "demo-anchor", "ml"))
     victim = scene.pods()[0]
-    end_pod(scene.cluster_of(victim), victim, 1, scene.world.clock, "Error")
+    scene.end(victim, 1)
     for _ in range(20):
         await scene.turn()
-    assert "is being deleted" in scene.status().condition("Running").message, "what the old anchor owned will go"  # type: ignore[union-attr]
+    assert "is being deleted" in scene.condition("Running").message, "what the old anchor owned will go"
     west.collect_garbage = collect  # type: ignore[method-assign]
     await scene.until(lambda: scene.status().is_true("Running"))
     anchor = west.find(CONFIG_MAP, "demo-anchor")
@@ -60,7 +59,7 @@ async def test_an_anchor_deleted_by_hand_costs_an_attempt_and_nothing_else() -> 
 async def test_a_failed_pod_ends_the_attempt_and_the_next_begins_when_all_its_pods_are_gone() -> None:
     scene = await running()
     victim = scene.pods()[-1]
-    end_pod(scene.cluster_of(victim), victim, 1, scene.world.clock, "Error")
+    scene.end(victim, 1)
     for _ in range(40):
         await scene.turn()
         attempts = {pod["metadata"]["labels"]["crosscloud.dev/attempt"] for pod in scene.pods()}
@@ -75,7 +74,7 @@ async def test_the_last_attempt_fails_the_job_and_leaves_its_ended_pods_for_thei
     for _ in range(2):
         await scene.until(lambda: scene.status().is_true("Running"))
         victim = scene.pods()[0]
-        end_pod(scene.cluster_of(victim), victim, 1, scene.world.clock, "Error")
+        scene.end(victim, 1)
         await scene.turn()
     await scene.until(lambda: scene.status().is_true("Failed"))
     status = scene.status()
@@ -108,8 +107,8 @@ async def test_an_exit_code_decides_whether_it_counts_and_whether_it_is_tried_ag
 ) -> None:
     scene = await running()
     for victim in scene.pods():
-        end_pod(scene.cluster_of(victim), victim, code, scene.world.clock, "Error")
-    await scene.until(lambda: scene.status().attempt.gone_at is not None)  # type: ignore[union-attr]
+        scene.end(victim, code)
+    await scene.until(lambda: scene.attempt().gone_at is not None)
     status = scene.status()
     assert status.attempts_counted == counted
     assert status.is_true("Failed") is not retried
@@ -119,12 +118,12 @@ async def test_an_exit_code_decides_whether_it_counts_and_whether_it_is_tried_ag
 async def test_the_cause_is_the_pod_that_failed_by_itself_not_those_that_lost_it() -> None:
     scene = await running()
     first, _, third = scene.pods()
-    end_pod(scene.cluster_of(first), first, ExitCode.PEER_LOST, scene.world.clock, "Error")
+    scene.end(first, ExitCode.PEER_LOST)
     await scene.turn(seconds=2)
-    assert scene.status().attempt.cause is None, "who has only lost a peer waits for that one's word"  # type: ignore[union-attr]
-    end_pod(scene.cluster_of(third), third, ExitCode.INVALID_INPUT, scene.world.clock, "Error")
+    assert scene.attempt().cause is None, "who has only lost a peer waits for that one's word"
+    scene.end(third, ExitCode.INVALID_INPUT)
     await scene.turn()
-    cause = scene.status().attempt.cause  # type: ignore[union-attr]
+    cause = scene.attempt().cause
     assert cause is not None
     assert (cause.pod, cause.exit_code) == (third["metadata"]["name"], 64)
     assert "INVALID_INPUT" in cause.message
@@ -137,7 +136,7 @@ async def test_a_pod_failed_from_outside_does_not_use_up_the_users_attempts(reas
     victim = scene.pods()[0]
     cluster = scene.cluster_of(victim)
     cluster.change(victim, phase="Failed", reason=reason, containerStatuses=[])
-    await scene.until(lambda: scene.status().attempt.number == 2)  # type: ignore[union-attr]
+    await scene.until(lambda: scene.attempt().number == 2)
     assert scene.status().attempts_counted == 0
 
 
@@ -149,9 +148,9 @@ async def test_a_disruption_target_killed_with_137_does_not_count_but_out_of_mem
     ):
         scene = await running()
         victim = scene.pods()[0]
-        end_pod(scene.cluster_of(victim), victim, 137, scene.world.clock, reason)
+        scene.end(victim, 137, reason)
         victim["status"]["conditions"] = conditions
-        await scene.until(lambda scene=scene: scene.status().attempt.gone_at is not None)  # type: ignore[misc]
+        await scene.until(lambda scene=scene: scene.attempt().gone_at is not None)  # type: ignore[misc]
         assert scene.status().attempts_counted == counted
 
 
@@ -159,10 +158,10 @@ async def test_a_disruption_target_killed_with_137_does_not_count_but_out_of_mem
 async def test_the_trainer_container_decides_while_a_sidecar_runs_on(code: int) -> None:
     # C21: phase Running, trainer terminated, sidecar running.
     scene = await running(podTemplate={"spec": {"containers": [{"name": "proxy", "image": "proxy:1"}]}})
+    for pod in scene.writers() if code == 0 else ():
+        report(scene.world, pod, "Ended", "Succeeded")
     for pod in scene.pods():
         assert [item["name"] for item in pod["spec"]["containers"]] == ["trainer", "proxy"]
-        if any(item["name"] == "CROSSCLOUD_REPORT" for item in pod["spec"]["containers"][0]["env"]) and code == 0:
-            report(scene.world, pod, "Ended", "Succeeded")
         ended = {"terminated": {"exitCode": code, "reason": "Done", "finishedAt": rfc3339(scene.world.clock)}}
         statuses = [trainer_container(ended), {"name": "proxy", "state": {"running": {}}}]
         scene.cluster_of(pod).change(pod, phase="Running", containerStatuses=statuses)
@@ -174,16 +173,16 @@ async def test_the_trainer_container_decides_while_a_sidecar_runs_on(code: int) 
 
 async def test_a_pod_whose_phase_lags_behind_its_trainers_end_is_kept_for_its_logs() -> None:
     scene = await running()
+    for pod in scene.writers():
+        report(scene.world, pod, "Ended", "Succeeded")
     for pod in scene.pods():
-        if any(item["name"] == "CROSSCLOUD_REPORT" for item in pod["spec"]["containers"][0]["env"]):
-            report(scene.world, pod, "Ended", "Succeeded")
         ended = {"terminated": {"exitCode": 0, "reason": "Completed", "finishedAt": rfc3339(scene.world.clock)}}
         scene.cluster_of(pod).change(pod, phase="Running", containerStatuses=[trainer_container(ended)])
     kept = {pod["metadata"]["uid"] for pod in scene.pods()}
     await scene.until(lambda: scene.status().is_true("Succeeded"))
     for pod in scene.pods():
         scene.cluster_of(pod).change(pod, phase="Succeeded")
-    await scene.until(lambda: scene.status().attempt.gone_at is not None)  # type: ignore[union-attr]
+    await scene.until(lambda: scene.attempt().gone_at is not None)
     assert {pod["metadata"]["uid"] for pod in scene.pods()} == kept
 
 
@@ -191,7 +190,7 @@ async def test_a_deleted_pod_ends_the_attempt_without_counting() -> None:
     scene = await running()
     victim = scene.pods()[1]
     scene.cluster_of(victim).remove(Ref(POD, victim["metadata"]["name"], "ml"))
-    await scene.until(lambda: scene.status().attempt.number == 2 and scene.status().is_true("Running"))  # type: ignore[union-attr]
+    await scene.until(lambda: scene.attempt().number == 2 and scene.status().is_true("Running"))
     assert scene.status().attempts_counted == 0
     assert scene.status().restarts == 1
 
@@ -223,8 +222,8 @@ async def test_pods_that_vanish_between_two_looks_before_the_informer_shows_thei
 async def test_pods_that_end_well_without_a_completion_record_are_tried_again_and_counted() -> None:
     scene = await running()
     for pod in scene.pods():
-        end_pod(scene.cluster_of(pod), pod, 0, scene.world.clock)
-    await scene.until(lambda: scene.status().attempt.number == 2)  # type: ignore[union-attr]
+        scene.end(pod, 0)
+    await scene.until(lambda: scene.attempt().number == 2)
     assert scene.status().attempts_counted == 1
 
 
@@ -236,7 +235,7 @@ async def test_pods_that_the_informer_does_not_show_yet_are_not_called_lost() ->
     await scene.until(lambda: scene.status().is_true("Running"))
     for _ in range(5):
         await scene.turn()
-    assert scene.status().attempt.number == 1  # type: ignore[union-attr]
+    assert scene.attempt().number == 1
 
 
 async def test_an_image_that_cannot_be_pulled_is_named_and_ends_the_attempt_in_time() -> None:
@@ -245,14 +244,13 @@ async def test_an_image_that_cannot_be_pulled_is_named_and_ends_the_attempt_in_t
     pod = scene.pods()[0]
     waiting = {"waiting": {"reason": "ErrImagePull", "message": "no such image trainer:1"}}
     scene.cluster_of(pod).change(pod, phase="Pending", containerStatuses=[trainer_container(waiting)])
-    for kubelet in scene.kubelets:
-        kubelet.step = lambda: None  # type: ignore[method-assign]
+    scene.kubelets.clear()
     await scene.turn()
     assert scene.reason() == "Starting"
-    assert "ErrImagePull: no such image trainer:1" in scene.status().condition("Running").message  # type: ignore[union-attr]
+    assert "ErrImagePull: no such image trainer:1" in scene.condition("Running").message
     scene.world.clock += scene.settings.start_timeout
     await scene.look()
-    cause = scene.status().attempt.cause  # type: ignore[union-attr]
+    cause = scene.attempt().cause
     assert cause is not None
     assert (cause.reason, cause.counted) == ("StartTimeout", False)
 
@@ -265,8 +263,7 @@ async def test_a_container_beside_the_trainer_whose_image_cannot_be_pulled_is_na
     statuses = {"containerStatuses": [trainer_container({"waiting": {"reason": "PodInitializing"}})]}
     statuses[field] = [beside, *statuses.get(field, [])]
     scene.cluster_of(pod).change(pod, phase="Pending", **statuses)
-    for kubelet in scene.kubelets:
-        kubelet.step = lambda: None  # type: ignore[method-assign]
+    scene.kubelets.clear()
     await scene.turn()
-    told = scene.status().condition("Running").message  # type: ignore[union-attr]
+    told = scene.condition("Running").message
     assert f"container {name}: ErrImagePull: no such image" in told

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from operator_core.players import Lab, end_pod, report, running
+from operator_core.players import Lab, report, running
 
 from crosscloud_operator.kube.api import CONFIG_MAP
 
@@ -57,8 +57,8 @@ async def test_the_one_with_the_lowest_validation_loss_stays_beside_them_and_is_
     expected = [{**stored(step), "validationLoss": losses[step]} for step in (40, 30, 20)]
     assert steps(scene) == [40, 30, 20]
     assert acknowledged(scene, "west") == expected
-    end_pod(scene.cluster_of(pods[-1]), pods[-1], 1, scene.world.clock, "Error")
-    await scene.until(lambda: scene.status().attempt.number == 2 and scene.status().is_true("Running"))  # type: ignore[union-attr]
+    scene.end(pods[-1], 1)
+    await scene.until(lambda: scene.attempt().number == 2 and scene.status().is_true("Running"))
     assert run_document(scene, 2)["resumeFrom"] == expected
 
 
@@ -69,8 +69,8 @@ async def test_the_next_attempt_is_told_of_them_newest_first() -> None:
         report(scene.world, pods[0], "Training", step=step, checkpoint=stored(step))
         await scene.turn()
     assert run_document(scene, 1)["resumeFrom"] == []
-    end_pod(scene.cluster_of(pods[-1]), pods[-1], 1, scene.world.clock, "Error")
-    await scene.until(lambda: scene.status().attempt.number == 2 and scene.status().is_true("Running"))  # type: ignore[union-attr]
+    scene.end(pods[-1], 1)
+    await scene.until(lambda: scene.attempt().number == 2 and scene.status().is_true("Running"))
     assert run_document(scene, 2)["resumeFrom"] == [stored(20), stored(10)]
     assert acknowledged(scene, "west") == [stored(20), stored(10)]
 
@@ -84,8 +84,8 @@ async def test_a_checkpoint_of_another_home_or_of_an_older_attempt_is_not_taken(
     await scene.turn()
     assert steps(scene) == [10]
     victim = scene.pods()[-1]
-    end_pod(scene.cluster_of(victim), victim, 1, scene.world.clock, "Error")
-    await scene.until(lambda: scene.status().attempt.number == 2 and scene.status().is_true("Running"))  # type: ignore[union-attr]
+    scene.end(victim, 1)
+    await scene.until(lambda: scene.attempt().number == 2 and scene.status().is_true("Running"))
     pod = scene.pods()[0]
     report(scene.world, pod, "Training", step=7, checkpoint=stored(30, attempt=2))
     await scene.turn()
@@ -95,15 +95,12 @@ async def test_a_checkpoint_of_another_home_or_of_an_older_attempt_is_not_taken(
 async def test_a_last_checkpoint_that_pods_write_while_they_are_told_to_end_is_taken() -> None:
     scene = await running()
     last = scene.pods()[-1]
-    end_pod(scene.cluster_of(last), last, 1, scene.world.clock, "Error")
-    steps_of = [kubelet.step for kubelet in scene.kubelets]
-    for kubelet in scene.kubelets:  # pods take their time to end
-        kubelet.step = lambda: None  # type: ignore[method-assign]
-    await scene.until(lambda: scene.status().attempt.ended_at is not None)  # type: ignore[union-attr]
+    scene.end(last, 1)
+    kubelets, scene.kubelets = scene.kubelets, []  # pods take their time to end
+    await scene.until(lambda: scene.attempt().ended_at is not None)
     report(scene.world, scene.pods()[0], "Training", step=15, checkpoint=stored(15))
-    for kubelet, step in zip(scene.kubelets, steps_of, strict=True):
-        kubelet.step = step  # type: ignore[method-assign]
-    await scene.until(lambda: scene.status().attempt.number == 2 and scene.status().is_true("Running"))  # type: ignore[union-attr]
+    scene.kubelets = kubelets
+    await scene.until(lambda: scene.attempt().number == 2 and scene.status().is_true("Running"))
     assert run_document(scene, 2)["resumeFrom"] == [stored(15)]
 
 

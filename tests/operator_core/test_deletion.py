@@ -21,7 +21,7 @@ async def test_a_job_that_is_already_being_deleted_gets_nothing_made_and_no_fina
     mine = job()
     mine["metadata"]["finalizers"] = ["example.org/theirs"]
     obj = scene.submit(mine)
-    scene.world.real_hub.remove(Ref(JOB, "demo", "ml"))
+    scene.delete()
     for _ in range(5):
         await scene.turn()
     assert obj["metadata"]["finalizers"] == ["example.org/theirs"]
@@ -40,7 +40,7 @@ async def test_a_job_deleted_between_two_calls_is_left_alone() -> None:
 
         def deleted_now(_: str, scene: Lab = scene, calls: Any = calls, moment: int = moment) -> None:
             if next(calls) == moment:
-                scene.world.real_hub.remove(Ref(JOB, "demo", "ml"))
+                scene.delete()
 
         scene.world.restart(lambda cluster, fate=deleted_now: Flaky(cluster, fate))  # type: ignore[misc]
         for _ in range(12):
@@ -58,11 +58,11 @@ async def test_deleting_a_job_waits_for_a_lost_member_but_not_for_one_that_was_r
     # C31: a member that is gone for good; its MemberCluster goes by `crosscloud member remove`.
     scene = await running()
     scene.world.lose("west")
-    scene.world.real_hub.remove(Ref(JOB, "demo", "ml"))
+    scene.delete()
     for _ in range(10):
         await scene.turn(seconds=60)
     assert scene.reason() == "Deleting"
-    assert "crosscloud member remove" in scene.status().condition("Running").message  # type: ignore[union-attr]
+    assert "crosscloud member remove" in scene.condition("Running").message
     assert scene.world.clusters["east"].all(POD) == [], "healthy members are cleaned at once"
     scene.world.real_hub.remove(Ref(MEMBER, "west"))
     await scene.until(lambda: scene.world.real_hub.find(JOB, "demo") is None)
@@ -76,13 +76,13 @@ async def test_a_job_that_never_touched_a_lost_member_is_deleted_without_it() ->
     scene.submit(job(replicas=1))
     await scene.until(lambda: scene.status().is_true("Running"))
     scene.world.lose("west")
-    scene.world.real_hub.remove(Ref(JOB, "demo", "ml"))
+    scene.delete()
     await scene.until(lambda: scene.world.real_hub.find(JOB, "demo") is None, turns=10)
 
 
 async def test_a_job_of_the_same_name_waits_until_the_objects_of_the_first_are_gone() -> None:
     scene = await running()
-    scene.world.real_hub.remove(Ref(JOB, "demo", "ml"))
+    scene.delete()
     while scene.world.real_hub.find(JOB, "demo") is not None:
         await scene.look()
     scene.submit(job())

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from operator_core.memory import MemoryWorld
-from operator_core.players import TWO_STAGES, Flaky, Killed, Lab, end_pod, job, lab, seeded_fate, split_lab
+from operator_core.players import TWO_STAGES, Flaky, Killed, Lab, job, lab, seeded_fate, split_lab
 
 from crosscloud_operator.domain.lifecycle import TRANSITIONS, State, state_of
-from crosscloud_operator.kube.api import JOB, POD, ApiError, Ref
+from crosscloud_operator.kube.api import POD, ApiError, Ref
 
 OUTCOMES = {"kill": ("kill before", "kill after"), "fail": ("fail before", "fail after")}
 
@@ -129,10 +129,10 @@ async def test_killed_at_any_call_the_operator_comes_to_the_same_end(
             await live(scene, witness, ("demo",), lambda scene=scene: scene.status().is_true("Running"), wrap)  # type: ignore[misc]
             assert plan_of(scene) == plan
             assert len(scene.pods()) == sum(len(nodes) for _, _, nodes in plan)
-            assert scene.status().attempt.number == 1, f"killed {when} call {moment}"  # type: ignore[union-attr]
+            assert scene.attempt().number == 1, f"killed {when} call {moment}"
             scene.finish()
             await live(scene, witness, ("demo",), lambda scene=scene: scene.status().finished, wrap)  # type: ignore[misc]
-            scene.world.real_hub.remove(Ref(JOB, "demo", "ml"))
+            scene.delete()
             await live(scene, witness, ("demo",), lambda scene=scene: not scene.world.jobs(), wrap)  # type: ignore[misc]
             scene.play()
             assert nothing_left(scene.world)
@@ -190,7 +190,7 @@ async def test_whatever_happens_two_jobs_end_well_one_after_the_other(kind: str,
         for name in names:
             completed = scene.status(name)
             assert completed.result is not None
-            scene.world.real_hub.remove(Ref(JOB, name, "ml"))
+            scene.delete(name)
         await live(scene, witness, names, lambda scene=scene: not scene.world.jobs(), wrap)  # type: ignore[misc]
         scene.play()
         assert nothing_left(scene.world), f"seed {seed}"
@@ -202,7 +202,7 @@ def accident(scene: Lab, name: str, dice: random.Random) -> None:
     cluster = scene.cluster_of(pod)
     match dice.randrange(3):
         case 0:
-            end_pod(cluster, pod, dice.choice((1, 71, 137)), scene.world.clock, "Error")
+            scene.end(pod, dice.choice((1, 71, 137)))
         case 1:
             cluster.remove(Ref(POD, pod["metadata"]["name"], "ml"))
         case 2:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from operator_core.memory import MemoryWorld
-from operator_core.players import Flaky, Lab, end_pod, job, keys_of, lab
+from operator_core.players import Flaky, Lab, job, keys_of, lab
 
 from crosscloud_operator.domain.record import seconds
 from crosscloud_operator.kube.api import (
@@ -37,7 +37,7 @@ async def test_the_plan_is_saved_before_the_first_object_of_the_attempt() -> Non
     for cluster in scene.world.clusters.values():
         cluster.judges = judge
     await scene.until(lambda: scene.status().is_true("Running"))
-    assert scene.status().attempt.number == 1  # type: ignore[union-attr]
+    assert scene.attempt().number == 1
 
 
 async def test_no_gate_is_lifted_before_every_member_has_accepted_every_pod() -> None:
@@ -80,7 +80,7 @@ async def test_gates_stay_while_a_member_does_not_answer_and_all_is_taken_back_i
     for _ in range(63):
         await scene.turn()
         assert all(pod["spec"].get("schedulingGates") for pod in scene.pods())
-    cause = scene.status().attempt.cause  # type: ignore[union-attr]
+    cause = scene.attempt().cause
     assert cause is not None
     assert (cause.reason, cause.counted) == ("AdmissionTimeout", False)
     assert "west/demo-a1-r1-i1-s0-n1" in cause.message
@@ -101,11 +101,10 @@ async def test_a_refusal_that_stays_is_written_once_and_not_at_every_try(kind: s
         await scene.look()
         obj = scene.world.jobs()[0]
         versions.add(obj["metadata"]["resourceVersion"])
-        attempts.add(scene.status().attempt.number if scene.status().attempt else 0)  # type: ignore[union-attr]
-        placed = scene.status().condition("Placed")
-        assert placed is not None
+        attempts.add(scene.attempt().number if scene.status().attempt else 0)
+        placed = scene.condition("Placed")
         assert placed.reason in ("Refused", "Retrying", "Preparing", "Planned")
-        assert f"no {kind}" in placed.message + scene.status().condition("Running").message  # type: ignore[union-attr]
+        assert f"no {kind}" in placed.message + scene.condition("Running").message
     assert len(versions) <= 4 * len(attempts)
     scene.world.clusters["west"].judges = []
     await scene.until(lambda: scene.status().is_true("Running"), seconds=10)
@@ -166,7 +165,7 @@ async def test_when_not_all_pods_are_bound_in_time_all_are_taken_back() -> None:
     west.put(intruder)
     attempt_one = {pod["metadata"]["uid"] for pod in scene.pods()}
     await scene.until(lambda: scene.reason() == "Stopping", turns=80)
-    cause = scene.status().attempt.cause  # type: ignore[union-attr]
+    cause = scene.attempt().cause
     assert cause is not None
     assert cause.reason == "BindTimeout"
     assert "Unschedulable: no room" in cause.message
@@ -229,14 +228,14 @@ async def test_without_any_member_a_job_says_how_to_add_one() -> None:
     scene = Lab(MemoryWorld())
     scene.submit(job())
     await scene.look()
-    assert "crosscloud member add" in scene.status().condition("Placed").message  # type: ignore[union-attr]
+    assert "crosscloud member add" in scene.condition("Placed").message
 
 
 async def test_the_storage_secret_of_the_hub_is_copied_to_where_pods_need_it() -> None:
     scene = Lab(lab())
     scene.submit(job(storage={"uri": "s3://models/demo", "secretName": "s3"}))
     await scene.turn()
-    assert scene.status().condition("Placed").reason == "StorageSecretMissing"  # type: ignore[union-attr]
+    assert scene.condition("Placed").reason == "StorageSecretMissing"
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -247,8 +246,8 @@ async def test_the_storage_secret_of_the_hub_is_copied_to_where_pods_need_it() -
     await scene.until(lambda: scene.status().is_true("Running"))
     kept["data"] = {"B": "eQ=="}
     victim = scene.pods()[0]
-    end_pod(scene.cluster_of(victim), victim, ExitCode.STORAGE_UNREACHABLE, scene.world.clock, "Error")
-    await scene.until(lambda: scene.status().attempt.number == 2 and scene.status().is_true("Running"))  # type: ignore[union-attr]
+    scene.end(victim, ExitCode.STORAGE_UNREACHABLE)
+    await scene.until(lambda: scene.attempt().number == 2 and scene.status().is_true("Running"))
     for cluster in scene.world.clusters.values():
         assert cluster.find(SECRET, "demo-storage")["data"] == {"B": "eQ=="}  # type: ignore[index]
 
@@ -264,7 +263,7 @@ async def test_only_a_job_over_several_members_needs_addresses_of_nodes(gpus_eas
         await scene.turn()
     assert scene.reason() == reason
     if reason == "Waiting":
-        assert "no ready node has an address" in scene.status().condition("Running").message  # type: ignore[union-attr]
+        assert "no ready node has an address" in scene.condition("Running").message
 
 
 async def test_twenty_jobs_at_once_get_exactly_the_room_there_is() -> None:
@@ -276,7 +275,7 @@ async def test_twenty_jobs_at_once_get_exactly_the_room_there_is() -> None:
     names = [f"job-{number:02}" for number in range(20)]
     for name in names:
         scene.submit(job(name, replicas=1, gpus=1))
-    await asyncio.gather(*(scene.look(name) for name in names for _ in range(1)))
+    await asyncio.gather(*(scene.look(name) for name in names))
     for _ in range(6):
         scene.play()
         await asyncio.gather(*(scene.look(name) for name in names))

@@ -18,7 +18,6 @@ from crosscloud_operator.kube.api import (
     POD,
     SECRET,
     Obj,
-    Ref,
 )
 
 
@@ -35,13 +34,13 @@ async def test_a_job_over_two_members_runs_to_its_end() -> None:
         assert "schedulingGates" not in pod["spec"]
     scene.finish()
     await scene.until(lambda: scene.status().is_true("Succeeded"))
-    await scene.until(lambda: scene.status().attempt.gone_at is not None)  # type: ignore[union-attr]
+    await scene.until(lambda: scene.attempt().gone_at is not None)
     assert scene.status().started_at == status.attempt.bound_at  # type: ignore[union-attr]
     assert scene.status().finished_at is not None
     assert scene.status().result.uri == "s3://models/demo/result"  # type: ignore[union-attr]
     assert len(scene.pods()) == 3, "finished pods stay for their logs"
     assert not any(cluster.all(DEPLOYMENT) for cluster in scene.world.clusters.values()), "the gateways are gone"
-    scene.world.real_hub.remove(Ref(JOB, "demo", "ml"))
+    scene.delete()
     await scene.until(lambda: scene.world.real_hub.find(JOB, "demo") is None)
     for cluster in scene.world.clusters.values():
         cluster.collect_garbage()
@@ -58,8 +57,7 @@ async def test_every_fault_of_a_spec_is_in_the_status_at_once() -> None:
     )
     scene.submit(broken)
     assert await scene.look() is None
-    condition = scene.status().condition("Running")
-    assert condition is not None
+    condition = scene.condition("Running")
     assert condition.reason == "InvalidSpec"
     assert "spec.replicas: found 0" in condition.message
     template = copy.deepcopy(broken)
@@ -67,7 +65,7 @@ async def test_every_fault_of_a_spec_is_in_the_status_at_once() -> None:
     template["spec"]["replicas"] = 1
     scene.submit(template)
     await scene.look("second")
-    message = scene.status("second").condition("Running").message  # type: ignore[union-attr]
+    message = scene.condition("Running", "second").message
     for field in ("nodeName", "containers[0].command", "containers[0].args"):
         assert f"spec.podTemplate.spec.{field}: found" in message
 
@@ -115,10 +113,10 @@ async def test_times_that_somebody_else_has_written_are_passed_over_told_once_an
     obj["status"]["replicaStatuses"] = [{"index": 0, "activity": "Training", "reportedAt": text, "waitingSince": text}]
     obj["status"]["members"][0]["unreachableSince"] = text
     scene.world.real_hub.touch(obj)
-    for pod in writers(scene):
+    for pod in scene.writers():
         report(scene.world, pod, "Training")
     await scene.until(lambda: scene.reason() == "Training")
-    assert scene.status().attempt.number == 1  # type: ignore[union-attr]
+    assert scene.attempt().number == 1
     saved = scene.world.real_hub.find(JOB, "demo")
     assert saved is not None
     assert "retryAt" not in saved["status"]["attempt"]
@@ -134,12 +132,12 @@ async def test_a_member_that_says_nonsense_for_the_time_of_an_end_stops_no_job()
     ended = {"exitCode": 71, "reason": "Error", "finishedAt": "yesterday"}
     container = {"name": "trainer", "state": {"terminated": ended}}
     scene.cluster_of(victim).change(victim, phase="Failed", containerStatuses=[container])
-    await scene.until(lambda: scene.status().attempt.ended_at is not None)  # type: ignore[union-attr]
+    await scene.until(lambda: scene.attempt().ended_at is not None)
 
 
 async def test_a_report_with_a_day_that_does_not_exist_brings_no_time_into_the_status() -> None:
     scene = await running()
-    pod = writers(scene)[0]
+    pod = scene.writers()[0]
     report(scene.world, pod, "Training")
     waits(scene, pod, 0, "2026-02-31T00:00:00Z")
     await scene.until(lambda: scene.reason() == "WaitingForPeers")
@@ -152,7 +150,7 @@ async def test_a_job_whose_status_can_t_be_read_is_removed_from_all_members_when
     assert obj is not None
     scene.world.real_hub.change(obj, attempt={}, members=[{}])
     await scene.look()
-    scene.world.real_hub.remove(Ref(JOB, "demo", "ml"))
+    scene.delete()
     await scene.until(lambda: scene.world.real_hub.find(JOB, "demo") is None)
     for cluster in scene.world.clusters.values():
         cluster.collect_garbage()
@@ -179,8 +177,7 @@ async def test_each_pod_can_mount_its_own_key_and_no_member_holds_anothers() -> 
 
 async def test_waiting_replicas_and_progress_are_told_by_reports_of_this_attempt_only() -> None:
     scene = await running()
-    writers = [pod for pod in scene.pods() if keys_of(pod) and "n0" in pod["metadata"]["name"]]
-    for pod in writers:
+    for pod in scene.writers():
         report(scene.world, pod, "Training", step=3)
     await scene.turn()
     status = scene.status()
@@ -200,8 +197,7 @@ async def test_waiting_replicas_and_progress_are_told_by_reports_of_this_attempt
     waiting["progress"]["wanBytesSent"] = 4_500_000
     stale["data"]["report.json"] = json.dumps(waiting)
     await scene.turn()
-    condition = scene.status().condition("Running")
-    assert condition is not None
+    condition = scene.condition("Running")
     assert condition.reason == "WaitingForPeers"
     assert scene.status().progress.wan_per_step == "1.5 MB"  # type: ignore[union-attr]  # in 3 steps
     assert condition.message == "replica 0 waits for replica 1"
@@ -209,12 +205,11 @@ async def test_waiting_replicas_and_progress_are_told_by_reports_of_this_attempt
     waiting["progress"] = {**waiting["progress"], "waitingFor": [], "waitingForStages": [1]}
     stale["data"]["report.json"] = json.dumps({**waiting, "sequence": 10**12 + 1})
     await scene.turn()
-    condition = scene.status().condition("Running")
-    assert condition is not None
+    condition = scene.condition("Running")
     assert (condition.reason, condition.message) == ("WaitingForPeers", "replica 0 waits for its own stage 1")
     stale["data"]["report.json"] = "{not json"
     await scene.turn()
-    assert scene.status().attempt.number == 1  # type: ignore[union-attr]
+    assert scene.attempt().number == 1
 
 
 @pytest.mark.parametrize("length", [63, 64, 200, 253])
@@ -237,11 +232,6 @@ async def test_each_step_of_a_jobs_life_is_one_event() -> None:
     assert reasons == ["Admitted", "Planned", "Preparing", "Started", "Succeeded"]
 
 
-def writers(scene: Lab) -> list[Obj]:
-    """The pods that write the reports of replica 0 and 1."""
-    return [pod for pod in scene.pods() if "n0" in pod["metadata"]["name"]]
-
-
 def waits(scene: Lab, pod: Obj, replica: int, since: str) -> None:
     """The replica's last report, but that it waits for the other one."""
     found = scene.cluster_of(pod).find(CONFIG_MAP, f"demo-r{replica}-report")
@@ -254,7 +244,7 @@ def waits(scene: Lab, pod: Obj, replica: int, since: str) -> None:
 
 async def test_waits_for_peers_are_one_counted_warning_and_one_counted_word_that_they_are_over() -> None:
     scene = await running()
-    first, second = writers(scene)
+    first, second = scene.writers()
     for time in ("2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z", "2026-01-01T00:02:00Z"):
         for step in (1, 2):
             report(scene.world, first, "Training", step=step)
@@ -279,7 +269,7 @@ async def test_waits_for_peers_are_one_counted_warning_and_one_counted_word_that
 
 async def test_progress_alone_is_written_every_ten_seconds_and_what_replicas_do_at_once() -> None:
     scene = await running()
-    first, second = writers(scene)
+    first, second = scene.writers()
     for pod in (first, second):
         report(scene.world, pod, "Training", step=1)
     await scene.turn()

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from operator_core.players import Flaky, Lab, end_pod, job, lab, running
+from operator_core.players import Flaky, Lab, job, lab, running
 
 from crosscloud_operator.domain.record import rfc3339
 from crosscloud_operator.kube.api import (
@@ -44,7 +44,7 @@ async def test_a_member_out_of_reach_is_unknown_and_nothing_is_evicted() -> None
     await scene.turn()
     assert scene.status().is_true("Running")
     assert scene.status().is_true("MembersReachable")
-    assert scene.status().attempt.number == 1  # type: ignore[union-attr]
+    assert scene.attempt().number == 1
     reasons = [event["reason"] for event in scene.world.real_hub.all(EVENT)]
     assert reasons.count("MemberUnreachable") == 1
     assert reasons.count("MemberBack") == 1
@@ -64,33 +64,33 @@ async def test_an_operator_that_starts_while_a_member_is_out_of_reach_calls_noth
     scene.world.regain("west")
     await scene.turn()
     assert scene.status().is_true("Running"), "a list is asked for before the informer has one"
-    assert scene.status().attempt.number == 1  # type: ignore[union-attr]
+    assert scene.attempt().number == 1
 
 
 async def test_no_second_attempt_begins_while_a_member_with_pods_of_the_first_does_not_answer() -> None:
     scene = await running()
     scene.world.lose("west")
     victim = next(pod for pod in scene.pods() if "-r0-" in pod["metadata"]["name"])
-    end_pod(scene.cluster_of(victim), victim, 1, scene.world.clock, "Error")
+    scene.end(victim, 1)
     for _ in range(20):
         await scene.turn(seconds=30)
     assert scene.reason() == "Stopping"
-    assert "waiting for west to answer" in scene.status().condition("Running").message  # type: ignore[union-attr]
-    assert scene.status().attempt.number == 1  # type: ignore[union-attr]
+    assert "waiting for west to answer" in scene.condition("Running").message
+    assert scene.attempt().number == 1
     scene.world.regain("west")
     await scene.until(lambda: scene.status().is_true("Running"))
-    assert scene.status().attempt.number == 2  # type: ignore[union-attr]
+    assert scene.attempt().number == 2
 
 
 async def test_a_member_that_was_removed_is_not_waited_for() -> None:
     scene = await running()
     scene.world.lose("west")
     victim = next(pod for pod in scene.pods() if "-r0-" in pod["metadata"]["name"])
-    end_pod(scene.cluster_of(victim), victim, 1, scene.world.clock, "Error")
+    scene.end(victim, 1)
     for _ in range(5):
         await scene.turn()
     assert scene.reason() == "Stopping"
-    assert "crosscloud member remove" in scene.status().condition("Running").message  # type: ignore[union-attr]
+    assert "crosscloud member remove" in scene.condition("Running").message
     scene.world.real_hub.remove(Ref(MEMBER, "west"))
     await scene.until(lambda: scene.reason() == "Waiting")
     assert [item.member for item in scene.status().refused] == ["east"]
@@ -107,7 +107,7 @@ async def test_a_member_that_refuses_to_be_read_is_unknown_not_empty() -> None:
         scene.world.cache("west", kind).blank()  # type: ignore[union-attr]
     await scene.turn()
     assert scene.reason() == "MemberUnreachable"
-    assert scene.status().attempt.cause is None  # type: ignore[union-attr]
+    assert scene.attempt().cause is None
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ async def test_objects_of_others_under_our_names_are_reported_and_never_touched(
         }
         assert "1" not in bound, "nothing starts half way"
     assert any(name in text and "isn't ours" in text for text in said)
-    scene.world.real_hub.remove(Ref(JOB, "demo", "ml"))
+    scene.delete()
     await scene.until(lambda: scene.world.real_hub.find(JOB, "demo") is None)
     assert west.find(KINDS[kind], name) == before
 
@@ -168,6 +168,6 @@ async def test_a_cluster_under_two_names_is_placed_on_once_and_what_runs_under_t
     assert scene.status("before").is_true("Running")
     assert {stage.member for stage in scene.status("before").plan} == {"east", "west"}
 
-    scene.world.real_hub.remove(Ref(JOB, "before", "ml"))
+    scene.delete("before")
     await scene.until(lambda: scene.world.real_hub.find(JOB, "before") is None)
     assert scene.pods("before") == []

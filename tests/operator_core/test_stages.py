@@ -6,7 +6,7 @@ import copy
 import re
 
 import pytest
-from operator_core.players import TWO_STAGES, Lab, end_pod, job, lab, report, split_lab
+from operator_core.players import TWO_STAGES, Lab, job, lab, report, split_lab
 
 from crosscloud_operator.domain.documents import choose_home
 from crosscloud_operator.domain.record import PlacedNode, PlacedStage
@@ -61,7 +61,7 @@ async def test_a_lost_pod_of_any_stage_ends_the_attempt(stage: int) -> None:
     scene = await running()
     pod = pod_of(scene, 1, stage)
     scene.cluster_of(pod).remove(Ref(POD, pod["metadata"]["name"], "ml"))
-    await scene.until(lambda: scene.status().attempt.number == 2 and scene.status().is_true("Running"))  # type: ignore[union-attr]
+    await scene.until(lambda: scene.attempt().number == 2 and scene.status().is_true("Running"))
     assert scene.status().attempts_counted == 0
     assert scene.status().restarts == 1
 
@@ -69,10 +69,11 @@ async def test_a_lost_pod_of_any_stage_ends_the_attempt(stage: int) -> None:
 async def test_the_exit_code_of_a_later_stage_is_the_cause_though_the_first_one_lost_its_peer() -> None:
     scene = await running()
     first, second = pod_of(scene, 1, 0), pod_of(scene, 1, 1)
-    end_pod(scene.cluster_of(first), first, ExitCode.PEER_LOST, scene.world.clock, "Error")
-    end_pod(scene.cluster_of(second), second, ExitCode.STORAGE_UNREACHABLE, scene.world.clock + 1, "Error")
+    scene.end(first, ExitCode.PEER_LOST)
+    scene.world.clock += 1
+    scene.end(second, ExitCode.STORAGE_UNREACHABLE)
     await scene.look()
-    cause = scene.status().attempt.cause  # type: ignore[union-attr]
+    cause = scene.attempt().cause
     assert cause is not None
     assert (cause.member, cause.pod, cause.exit_code) == (
         "west",
@@ -85,7 +86,7 @@ async def test_a_replica_has_done_its_work_when_its_first_stage_says_so() -> Non
     scene = await running()
     later = [pod_of(scene, replica, 1) for replica in (0, 1)]
     for pod in later:
-        end_pod(scene.cluster_of(pod), pod, 0, scene.world.clock)
+        scene.end(pod, 0)
     for _ in range(3):
         await scene.turn()
     assert scene.status().is_true("Running"), "a later stage may end before the first one has spoken"
