@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from apiserver import free_port
+
 DASHBOARD = Path(__file__).resolve().parents[1] / "charts" / "crosscloud" / "files" / "dashboard.json"
 START_SECONDS = 60.0
 BUILT_IN = {"__rate_interval": "1m", "__interval": "15s", "__range": "1h"}
@@ -27,10 +28,10 @@ class QueryFailed(Exception):
     """Prometheus doesn't take the expression; the text is its own."""
 
 
-def panel_queries(path: Path = DASHBOARD, **variables: str) -> list[tuple[str, str]]:
+def panel_queries(**variables: str) -> list[tuple[str, str]]:
     """(panel's title, expression) of every query of the dashboard, its variables (`namespace`, `job`) replaced."""
     found = []
-    for panel in json.loads(path.read_text())["panels"]:
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel.get("targets", []):
             found.append((panel["title"], filled(target["expr"], variables)))
     return found
@@ -63,9 +64,9 @@ class Prometheus:
         except urllib.error.HTTPError as fault:
             raise QueryFailed(json.load(fault).get("error", str(fault))) from fault
 
-    def wait_scraped(self, targets: int, seconds: float = START_SECONDS) -> None:
+    def wait_scraped(self, targets: int) -> None:
         """Wait until so many targets are up. Raises AssertionError with what Prometheus says of them."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + START_SECONDS
         while True:
             active = self.get("/api/v1/targets")["activeTargets"]
             if sum(target["health"] == "up" for target in active) >= targets:
@@ -75,20 +76,20 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def run_prometheus(targets: Sequence[str], *, interval: str = "1s") -> Iterator[Prometheus]:
+def run_prometheus(targets: Sequence[str]) -> Iterator[Prometheus]:
     """A real Prometheus (Debian's package) that scrapes /metrics of the `targets` (host:port)."""
     program = shutil.which("prometheus")
     assert program, "prometheus is not installed: apt-get install prometheus"
     folder = Path(tempfile.mkdtemp(prefix="crosscloud-prometheus-"))
     config = {
-        "global": {"scrape_interval": interval, "scrape_timeout": interval},
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
         # Labels of the series stay: they speak of jobs, not of the process that was scraped.
         "scrape_configs": [
             {"job_name": "crosscloud", "honor_labels": True, "static_configs": [{"targets": list(targets)}]}
         ],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))
-    port = _free_port()
+    port = free_port()
     command = [
         program,
         f"--config.file={folder / 'prometheus.yml'}",
@@ -118,9 +119,3 @@ def _ready(prometheus: Prometheus, process: subprocess.Popen[bytes], log: Path) 
             running = process.poll() is None and time.monotonic() < deadline
             assert running, f"prometheus didn't start: {log.read_text()[-2000:]}"
             time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

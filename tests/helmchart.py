@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from apiserver import program
+from apiserver import ApiServer, program
+from operatorprocess import Operator, operator_process
 from ruamel.yaml import YAML
+from waiting import wait_until
 
 from crosscloud_lab.binaries import KUBERNETES_VERSION
 
 CHART = Path(__file__).resolve().parents[1] / "charts" / "crosscloud"
 NAMESPACE = "crosscloud-system"
+START_SECONDS = 90
 
 
 class HelmFailed(Exception):
@@ -39,6 +44,27 @@ def rendered(*settings: str, release: str = "crosscloud") -> list[dict[str, Any]
 
 def as_sets(settings: Sequence[str]) -> list[str]:
     return [part for setting in settings for part in ("--set", setting)]
+
+
+def account_token(server: ApiServer) -> str:
+    """A token of the operator's service account."""
+    path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/crosscloud/token"
+    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}
+    return str(server.request("POST", path, request)["status"]["token"])
+
+
+@contextlib.contextmanager
+def operator_of_the_chart(server: ApiServer, folder: Path, name: str) -> Iterator[Operator]:
+    """The operator with the chart's service account and environment, as its Deployment would run it."""
+    document = json.loads(server.kubeconfig.read_text())
+    document["users"][0]["user"] = {"token": account_token(server)}
+    (folder / f"{name}.kubeconfig").write_text(json.dumps(document))
+    (container,) = only(rendered(), "Deployment")["spec"]["template"]["spec"]["containers"]
+    settings = {item["name"]: item["value"] for item in container["env"] if "value" in item}
+    del settings["CROSSCLOUD_HTTP_PORT"]  # several of them share this machine
+    with operator_process(folder / f"{name}.kubeconfig", folder, name, **settings) as operator:
+        wait_until(lambda: operator.ready, START_SECONDS)
+        yield operator
 
 
 def only(objects: Sequence[dict[str, Any]], kind: str, ending: str = "") -> dict[str, Any]:

@@ -13,18 +13,16 @@ from typing import Any
 import pytest
 from apiserver import ApiServer, api_server
 from crdfiles import EXAMPLES, JOBS, load_yaml
-from helmchart import CHART, NAMESPACE, HelmFailed, as_sets, helm, only, rendered
+from helmchart import CHART, NAMESPACE, HelmFailed, account_token, as_sets, helm, only, rendered
 
 PATCH = "application/json-patch+json"
 CHECK = CHART / "files" / "check_rights.py"
 POLICY_SECONDS = 60.0
 
 
-def account_files(hub: ApiServer, folder: Path, account: str = "crosscloud") -> Path:
-    """What a pod finds of its service account."""
-    path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{account}/token"
-    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 600}}
-    (folder / "token").write_text(hub.request("POST", path, request)["status"]["token"])
+def account_files(hub: ApiServer, folder: Path) -> Path:
+    """What the operator's pod finds of its service account."""
+    (folder / "token").write_text(account_token(hub))
     (folder / "ca.crt").write_text(hub.ca)
     return folder
 

@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from apiserver import ApiServer
 from crdfiles import JOBS, MEMBERS, job, member, minimal_spec
-from helmchart import NAMESPACE, only, rendered
+from helmchart import operator_of_the_chart
+from operatorprocess import Operator
+from waiting import wait_until
 
 GPU = "NVIDIA-L4"
 SECONDS = 90.0
 
 
-@dataclass
-class Operator:
-    process: subprocess.Popen[bytes]
-    port: int
-    log: Path
-
-    def metrics(self) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
-            return str(answer.read().decode())
-
-
-def wait_for(what: Callable[[], Any], log: Path) -> Any:
-    deadline = time.monotonic() + SECONDS
-    while not (found := what()):
-        assert time.monotonic() < deadline, log.read_text()[-4000:]
-        time.sleep(0.2)
-    return found
-
-
-def kubeconfig(hub: ApiServer, token: str) -> str:
-    """The hub by the token of the chart's service account."""
-    found = json.loads(hub.kubeconfig.read_text())
-    found["users"][0]["user"] = {"token": token}
-    return json.dumps(found)
+def wait_for(what: Callable[[], object], operator: Operator) -> None:
+    """What the operator logged explains a failure."""
+    try:
+        wait_until(what, SECONDS)
+    except AssertionError as fault:
+        raise AssertionError(f"{fault}; {operator.log.read_text()[-4000:]}") from None
 
 
 def node(name: str) -> dict[str, Any]:
@@ -70,25 +46,8 @@ def add_gpu_node(hub: ApiServer, name: str, gpus: int) -> None:
 
 @pytest.fixture
 def operator(hub: ApiServer, tmp_path: Path) -> Iterator[Operator]:
-    path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/crosscloud/token"
-    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}
-    (tmp_path / "kubeconfig").write_text(kubeconfig(hub, hub.request("POST", path, request)["status"]["token"]))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (container,) = only(rendered(), "Deployment")["spec"]["template"]["spec"]["containers"]
-    environment = {item["name"]: item["value"] for item in container["env"] if "value" in item}
-    environment |= {"CROSSCLOUD_NAMESPACE": NAMESPACE, "CROSSCLOUD_HTTP_PORT": str(port)}
-    environment |= {"CROSSCLOUD_HTTP_HOST": "127.0.0.1", "KUBECONFIG": str(tmp_path / "kubeconfig")}
-    log = tmp_path / "log"
-    with log.open("wb") as output:
-        command = [sys.executable, "-m", "crosscloud_operator"]
-        process = subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            yield Operator(process, port, log)
-        finally:
-            process.terminate()
-            process.wait(30)
+    with operator_of_the_chart(hub, tmp_path, "operator") as found:
+        yield found
 
 
 def test_the_charts_rights_are_enough_to_run_and_to_clean_up_a_job(hub: ApiServer, operator: Operator) -> None:
@@ -109,11 +68,11 @@ def test_the_charts_rights_are_enough_to_run_and_to_clean_up_a_job(hub: ApiServe
         found = hub.request("GET", "/api/v1/namespaces/ml/pods?labelSelector=crosscloud.dev/job=placed")["items"]
         return [pod for pod in found if not pod["spec"].get("schedulingGates")]
 
-    wait_for(lambda: len(pods()) == 2, operator.log)  # every object was accepted and the gates are lifted
+    wait_for(lambda: len(pods()) == 2, operator)  # every object was accepted and the gates are lifted
     status = hub.request("GET", f"{JOBS}/placed")["status"]
     assert {stage["member"] for stage in status["plan"]} == {"hub"}
-    wait_for(lambda: hub.request("GET", f"{MEMBERS}/hub").get("status", {}).get("gpus") == 2, operator.log)
-    exported = operator.metrics()
+    wait_for(lambda: hub.request("GET", f"{MEMBERS}/hub").get("status", {}).get("gpus") == 2, operator)
+    exported = operator.get("/metrics")[1]
     assert 'crosscloud_job_info{job="placed",namespace="ml"' in exported
     assert 'crosscloud_member_reachable{member="hub"} 1.0' in exported
 
@@ -125,7 +84,7 @@ def test_the_charts_rights_are_enough_to_run_and_to_clean_up_a_job(hub: ApiServe
             hub.raw("DELETE", url, {"gracePeriodSeconds": 0})
         return hub.raw("GET", f"{JOBS}/placed")[0] == 404
 
-    wait_for(gone, operator.log)
-    wait_for(lambda: 'job="placed"' not in operator.metrics(), operator.log)
+    wait_for(gone, operator)
+    wait_for(lambda: 'job="placed"' not in operator.get("/metrics")[1], operator)
     assert "orbidden" not in operator.log.read_text()
     assert operator.process.poll() is None

@@ -6,7 +6,6 @@ a namespace goes when nothing in it has a finalizer.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,7 @@ import pytest
 from apiserver import ApiServer, api_server
 from click.testing import CliRunner
 from crdfiles import EXAMPLES, JOBS
-from helmchart import CHART, NAMESPACE, helm
-from operatorprocess import Operator, operator_process
+from helmchart import CHART, NAMESPACE, helm, operator_of_the_chart
 from waiting import wait_until
 
 from crosscloud_operator.cli.main import main
@@ -46,19 +44,6 @@ def bare_hub() -> Iterator[ApiServer]:
 def install(hub: ApiServer) -> None:
     helm(*INSTALL, kubeconfig=hub.kubeconfig)
     hub.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd", "--all")
-
-
-@contextlib.contextmanager
-def operator_of_the_chart(hub: ApiServer, folder: Path, name: str) -> Iterator[Operator]:
-    """The operator with the chart's service account, as its Deployment would run it."""
-    path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/crosscloud/token"
-    token = hub.request("POST", path, {"spec": {"expirationSeconds": 3600}})["status"]["token"]
-    document = json.loads(hub.kubeconfig.read_text())
-    document["users"][0]["user"] = {"token": token}
-    (folder / f"{name}.kubeconfig").write_text(json.dumps(document))
-    with operator_process(folder / f"{name}.kubeconfig", folder, name) as operator:
-        wait_until(lambda: operator.ready, SECONDS)
-        yield operator
 
 
 def crosscloud(hub: ApiServer, *arguments: str) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from apiserver import ApiServer
+from crdfiles import JOBS, job, minimal_spec
 from operatorprocess import NAMESPACE, operator_process
 from waiting import wait_until
 
-JOBS = "/apis/crosscloud.dev/v1alpha1/namespaces/ml/crosscloudtrainingjobs"
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/crosscloud-operator"
 
 
@@ -20,33 +20,26 @@ LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/crosscloud-
 def clean(hub_api: ApiServer) -> Iterator[None]:
     """Each test finds a hub without jobs and without a lease."""
     yield
-    for job in hub_api.request("GET", "/apis/crosscloud.dev/v1alpha1/crosscloudtrainingjobs")["items"]:
-        path = f"{JOBS}/{job['metadata']['name']}"
+    for item in hub_api.request("GET", "/apis/crosscloud.dev/v1alpha1/crosscloudtrainingjobs")["items"]:
+        path = f"{JOBS}/{item['metadata']['name']}"
         patch = {"metadata": {"finalizers": None}}
         hub_api.request("PATCH", path, patch, "application/merge-patch+json")
         hub_api.raw("DELETE", path)
     hub_api.raw("DELETE", LEASE)
 
 
-def a_job(hub_api: ApiServer, name: str) -> None:
+def submit(hub_api: ApiServer, name: str) -> None:
     hub_api.namespace("ml")
-    training = {"model": {"preset": "tiny-llama"}, "data": {"train": ["/data/*"]}, "tokens": "1M"}
-    body = {
-        "apiVersion": "crosscloud.dev/v1alpha1",
-        "kind": "CrossCloudTrainingJob",
-        "metadata": {"name": name},
-        "spec": {"training": training, "storage": {"uri": "s3://b/x"}},
-    }
-    hub_api.request("POST", JOBS, body)
+    hub_api.request("POST", JOBS, job(minimal_spec(), name))
 
 
-def job(hub_api: ApiServer, name: str) -> dict[str, Any]:
+def saved(hub_api: ApiServer, name: str) -> dict[str, Any]:
     found: dict[str, Any] = hub_api.request("GET", f"{JOBS}/{name}")
     return found
 
 
 def looked_at(hub_api: ApiServer, name: str) -> bool:
-    return bool((job(hub_api, name).get("status") or {}).get("conditions"))
+    return bool((saved(hub_api, name).get("status") or {}).get("conditions"))
 
 
 def test_one_leads_another_stands_by_and_takes_over_when_the_first_is_killed(
@@ -55,7 +48,7 @@ def test_one_leads_another_stands_by_and_takes_over_when_the_first_is_killed(
     with operator_process(hub_api.kubeconfig, tmp_path, "first") as first:
         wait_until(lambda: first.ready, 60)
         assert first.metric("crosscloud_operator_leader") == 1
-        a_job(hub_api, "before")
+        submit(hub_api, "before")
         wait_until(lambda: looked_at(hub_api, "before"))
         with operator_process(hub_api.kubeconfig, tmp_path, "second") as second:
             wait_until(lambda: "standing by" in second.get("/readyz")[1], 60)
@@ -65,7 +58,7 @@ def test_one_leads_another_stands_by_and_takes_over_when_the_first_is_killed(
             assert second.metric("crosscloud_jobs") is None
             first.process.kill()
             wait_until(lambda: second.ready, 60)
-            a_job(hub_api, "after")
+            submit(hub_api, "after")
             wait_until(lambda: looked_at(hub_api, "after"))
             holder = hub_api.request("GET", LEASE)["spec"]["holderIdentity"]
             assert holder.startswith("second_")
@@ -74,9 +67,9 @@ def test_one_leads_another_stands_by_and_takes_over_when_the_first_is_killed(
 def test_a_job_is_looked_at_and_carries_nothing_of_kopfs(hub_api: ApiServer, tmp_path: Path) -> None:
     with operator_process(hub_api.kubeconfig, tmp_path, "only") as only:
         wait_until(lambda: only.ready, 60)
-        a_job(hub_api, "plain")
+        submit(hub_api, "plain")
         wait_until(lambda: looked_at(hub_api, "plain"))
-        meta = job(hub_api, "plain")["metadata"]
+        meta = saved(hub_api, "plain")["metadata"]
         assert "annotations" not in meta
         assert all(name.startswith("crosscloud.dev/") for name in meta.get("finalizers", ()))
         events = hub_api.request("GET", "/api/v1/namespaces/ml/events")["items"]

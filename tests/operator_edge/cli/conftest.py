@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from apiserver import ApiServer
 from click.testing import CliRunner, Result
+from crdfiles import JOBS
 
 from crosscloud_operator.cli.main import main
 from crosscloud_operator.kube.cluster import HttpCluster
@@ -82,5 +83,5 @@ def clean(hub_api: ApiServer, east_api: ApiServer) -> Iterator[None]:
     yield
     hub_api.request("DELETE", "/apis/crosscloud.dev/v1alpha1/memberclusters")
     hub_api.request("DELETE", "/api/v1/namespaces/crosscloud-system/secrets")
-    hub_api.raw("DELETE", "/apis/crosscloud.dev/v1alpha1/namespaces/ml/crosscloudtrainingjobs")
+    hub_api.raw("DELETE", JOBS)
     east_api.request("DELETE", "/api/v1/nodes")

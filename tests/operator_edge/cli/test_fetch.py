@@ -13,6 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 from apiserver import ApiServer, free_port, program
+from crdfiles import JOBS, job, minimal_spec
 from waiting import wait_until
 
 from crosscloud_operator.cli.common import Failed
@@ -20,20 +21,11 @@ from crosscloud_operator.cli.fetch import _place, download, use_environment
 
 from .conftest import Command
 
-JOBS = "/apis/crosscloud.dev/v1alpha1/namespaces/ml/crosscloudtrainingjobs"
-
 
 def finished_job(hub_api: ApiServer, name: str, uri: str | None, secret: str | None = None, **status: Any) -> None:
     hub_api.namespace("ml")
     storage = {"uri": uri or "s3://bucket/x"} | ({"secretName": secret} if secret else {})
-    training = {"model": {"preset": "tiny-llama"}, "data": {"train": ["/data/*"]}, "tokens": "1M"}
-    body = {
-        "apiVersion": "crosscloud.dev/v1alpha1",
-        "kind": "CrossCloudTrainingJob",
-        "metadata": {"name": name},
-        "spec": {"training": training, "storage": storage},
-    }
-    hub_api.request("POST", JOBS, body)
+    hub_api.request("POST", JOBS, job(minimal_spec() | {"storage": storage}, name))
     found = status | ({"result": {"uri": uri}} if uri else {})
     hub_api.request("PATCH", f"{JOBS}/{name}/status", {"status": found}, "application/merge-patch+json")
 

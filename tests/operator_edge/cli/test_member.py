@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from apiserver import ApiServer
+from crdfiles import JOBS, job, minimal_spec
 
 from crosscloud_operator.kube.kubeconfig import vet
 from crosscloud_operator.kube.rights import MEMBER_RUN_RIGHTS, MEMBER_VIEW_RIGHTS, Right
@@ -209,19 +210,11 @@ def test_an_administrators_exec_plugin_runs_and_is_not_stored(
     assert granted not in stored(hub_api, "east")
 
 
-def job(hub_api: ApiServer, name: str, plan: list[dict[str, Any]], conditions: list[dict[str, Any]]) -> None:
+def submit(hub_api: ApiServer, name: str, plan: list[dict[str, Any]], conditions: list[dict[str, Any]]) -> None:
     hub_api.namespace("ml")
-    training = {"model": {"preset": "tiny-llama"}, "data": {"train": ["/data/*"]}, "tokens": "1M"}
-    body = {
-        "apiVersion": "crosscloud.dev/v1alpha1",
-        "kind": "CrossCloudTrainingJob",
-        "metadata": {"name": name},
-        "spec": {"training": training, "storage": {"uri": "s3://b/x"}},
-    }
-    path = "/apis/crosscloud.dev/v1alpha1/namespaces/ml/crosscloudtrainingjobs"
-    hub_api.request("POST", path, body)
+    hub_api.request("POST", JOBS, job(minimal_spec(), name))
     status = {"status": {"plan": plan, "conditions": conditions}}
-    hub_api.request("PATCH", f"{path}/{name}/status", status, "application/merge-patch+json")
+    hub_api.request("PATCH", f"{JOBS}/{name}/status", status, "application/merge-patch+json")
 
 
 STAGE = {"replica": 0, "incarnation": 1, "stage": 0, "member": "east", "pool": "a100", "zeroStage": 1, "nodes": []}
@@ -238,8 +231,8 @@ def test_a_member_with_running_jobs_is_not_removed_unless_forced(
     crosscloud: Command, hub_api: ApiServer, east_api: ApiServer
 ) -> None:
     crosscloud("member", "add", "east", "--kubeconfig", str(east_api.kubeconfig), "--timeout", "0")
-    job(hub_api, "ended", [STAGE], [DONE])
-    job(hub_api, "busy", [STAGE], [])
+    submit(hub_api, "ended", [STAGE], [DONE])
+    submit(hub_api, "busy", [STAGE], [])
     out = crosscloud("member", "remove", "east", code=1)
     assert "ml/busy" in out
     assert "ended" not in out
