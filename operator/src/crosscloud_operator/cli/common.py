@@ -82,6 +82,11 @@ def checked_job(context: click.Context, parameter: click.Parameter, value: str |
     return checked_name(context, parameter, value)
 
 
+namespace_option = click.option(
+    "-n", "--namespace", default="default", show_default=True, callback=checked_name, help="The job's namespace."
+)
+
+
 class Commands(click.Group):
     """A group that says which commands there are where it is asked for another one."""
 

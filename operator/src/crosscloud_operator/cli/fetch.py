@@ -22,10 +22,10 @@ from crosscloud_operator.cli.common import (
     Failed,
     Hub,
     checked_job,
-    checked_name,
     console,
     existing_job,
     hub_options,
+    namespace_option,
     run,
 )
 from crosscloud_operator.domain.record import condition_in
@@ -50,9 +50,7 @@ class RemoteFile:
 @click.command()
 @click.argument("job", callback=checked_job)
 @click.argument("directory", metavar="DIR", callback=lambda _context, _parameter, value: _directory(value))
-@click.option(
-    "-n", "--namespace", default="default", show_default=True, callback=checked_name, help="The job's namespace."
-)
+@namespace_option
 @click.option(
     "--endpoint-url",
     metavar="URL",

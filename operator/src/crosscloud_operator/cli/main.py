@@ -19,7 +19,9 @@ from crosscloud_operator.cli.status import status
     metavar="FILE",
     help="The hub's kubeconfig [default: KUBECONFIG, ~/.kube/config]",
 )
-@click.option("--context", "--hub-context", metavar="NAME", help="The hub's context [default: the current one]")
+@click.option(
+    "--context", "--hub-context", "hub_context", metavar="NAME", help="The hub's context [default: the current one]"
+)
 @click.option(
     "--operator-namespace",
     metavar="NAME",
@@ -29,13 +31,13 @@ from crosscloud_operator.cli.status import status
     help="Where the operator runs on the hub.",
 )
 @click.pass_context
-def main(context: click.Context, /, kubeconfig: str | None, operator_namespace: str, **options: str | None) -> None:
+def main(context: click.Context, kubeconfig: str | None, hub_context: str | None, operator_namespace: str) -> None:
     """Train one model over several Kubernetes clusters.
 
     The hub is the cluster that your KUBECONFIG shows, unless --kubeconfig or --context say otherwise (or, behind a
     command, --hub-kubeconfig and --hub-context).
     """
-    context.obj = Hub(kubeconfig, options["context"], operator_namespace)
+    context.obj = Hub(kubeconfig, hub_context, operator_namespace)
 
 
 main.add_command(init)

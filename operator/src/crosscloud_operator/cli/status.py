@@ -13,12 +13,12 @@ from crosscloud_operator.cli.common import (
     Failed,
     Hub,
     checked_job,
-    checked_name,
     console,
     duration,
     existing_job,
     existing_jobs,
     hub_options,
+    namespace_option,
     run,
     table,
 )
@@ -30,9 +30,7 @@ DIGEST_LETTERS = 16
 
 @click.command()
 @click.argument("job", required=False, callback=checked_job)
-@click.option(
-    "-n", "--namespace", default="default", show_default=True, callback=checked_name, help="The job's namespace."
-)
+@namespace_option
 @click.option("-A", "--all-namespaces", is_flag=True, help="Without JOB: the jobs of all namespaces.")
 @hub_options
 def status(job: str | None, namespace: str, all_namespaces: bool, hub: Hub) -> None:
