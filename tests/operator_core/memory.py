@@ -1,7 +1,6 @@
 """An in-memory API server and a world of them: resourceVersion, conflicts, finalizers, garbage collection, refusals.
 
-It stands in for real clusters only because `conformance.py` passes on both. Beside it play `Kubelet` (scheduler and
-kubelet in a few lines) and `Flaky` (the same cluster, behind which the operator dies or calls fail).
+It stands in for real clusters only because `conformance.py` passes on both. Who plays beside it is in `players.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from crosscloud_operator.kube.api import (
     MEMBER,
     NAMESPACE,
     POD,
+    SERVICE,
     AlreadyExists,
     Cluster,
     Conflict,
@@ -57,8 +57,7 @@ class MemoryCluster:
 
     async def get(self, ref: Ref) -> Obj | None:
         await self._answer()
-        found = self.objects.get(_key(ref))
-        return _copy(found)
+        return _copy(self.objects.get(_key(ref)))
 
     async def list(self, kind: Kind, *, namespace: str | None = None, selector: str | None = None) -> Sequence[Obj]:
         await self._answer()
@@ -68,9 +67,8 @@ class MemoryCluster:
         await self._answer()
         obj = _copy(obj)
         ref = Ref.of(obj)
-        namespace = ref.namespace
-        if ref.kind.namespaced and (NAMESPACE.kind, None, namespace) not in self.objects:
-            raise NotFound(f'namespaces "{namespace}" not found', reason="NotFound")
+        if ref.kind.namespaced and (NAMESPACE.kind, None, ref.namespace) not in self.objects:
+            raise NotFound(f'namespaces "{ref.namespace}" not found', reason="NotFound")
         if not _SUBDOMAIN.fullmatch(ref.name):
             raise Refused(f'{ref.kind.kind} "{ref.name}" is invalid: metadata.name: must be an RFC 1123 subdomain')
         self._judge(obj)
@@ -136,7 +134,7 @@ class MemoryCluster:
     def change(self, obj: Obj, **status: Any) -> None:
         """Change an object's status in place, as a kubelet or a trainer does."""
         obj.setdefault("status", {}).update(status)
-        obj["metadata"]["resourceVersion"] = str(next(self._versions))
+        self.touch(obj)
 
     def touch(self, obj: Obj) -> None:
         obj["metadata"]["resourceVersion"] = str(next(self._versions))
@@ -182,13 +180,10 @@ class MemoryCluster:
         if obj["kind"] == "Pod":
             obj["status"] = {"phase": "Pending"}
         if obj["kind"] == "Service" and obj["spec"].get("type") == "NodePort":
-            used = {port.get("nodePort") for each in self._by_kind("Service") for port in each["spec"].get("ports", ())}
+            used = {port.get("nodePort") for each in self.all(SERVICE) for port in each["spec"].get("ports", ())}
             free = (port for port in range(30000, 32768) if port not in used)
             for port in obj["spec"]["ports"]:
                 port["nodePort"] = next(free)
-
-    def _by_kind(self, kind: str) -> Iterator[Obj]:
-        return (obj for (name, _, _), obj in self.objects.items() if name == kind)
 
     def _all(self, kind: Kind, namespace: str | None) -> Iterator[Obj]:
         here = [item for item in self.objects.items() if item[0][0] == kind.kind and namespace in (None, item[0][1])]
@@ -325,16 +320,14 @@ class MemoryWorld:
         self.clusters[name].reachable = True
         self.clusters[name].lost_at = None
 
-    def add_node(self, member: str, name: str, gpus: int, product: str = "NVIDIA-A100", **more: Any) -> Obj:
+    def add_node(self, member: str, name: str, gpus: int, **more: Any) -> Obj:
+        labels = {"nvidia.com/gpu.product": "NVIDIA-A100", "kubernetes.io/hostname": name}
         address = {"type": "InternalIP", "address": f"10.{sorted(self.clusters).index(member)}.0.{len(name)}"}
         return self.clusters[member].put(
             {
                 "apiVersion": "v1",
                 "kind": "Node",
-                "metadata": {
-                    "name": name,
-                    "labels": {"nvidia.com/gpu.product": product, "kubernetes.io/hostname": name},
-                },
+                "metadata": {"name": name, "labels": labels},
                 "spec": more,
                 "status": {
                     "allocatable": {"cpu": "8", "nvidia.com/gpu": str(gpus)},
