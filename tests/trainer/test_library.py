@@ -16,8 +16,9 @@ import torch
 from ruamel.yaml import YAML
 from trainer.jobs import DEADLINE_SECONDS, finished, start_local
 
+from crosscloud_trainer.adopting import adopt
 from crosscloud_trainer.contract import ExitCode
-from crosscloud_trainer.engine import EngineError, adopt
+from crosscloud_trainer.engine import EngineError
 from crosscloud_trainer.library import Alone
 from crosscloud_trainer.shard_optimizer import ShardOptimizer
 

@@ -1,17 +1,15 @@
-"""DeepSpeed, driven: no other module imports it.
+"""DeepSpeed, built and driven: beside adopting.py no other module imports it.
 
 An inner step is: forward and backward of each micro-batch, then `step`. In it DeepSpeed reduces the gradients inside
 the replica and calls our optimizer (shard_optimizer.py), which asks `Engine._before_step`: there the gradients are
 exchanged between replicas, where the algorithm does that, and clipped; then the user's optimizer steps.
 """
 
-import functools
 import logging
 import math
 import os
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -345,7 +343,7 @@ def build(
     applied. `whole` tells of the full model where `model` is a stage of it.
     """
     names = whole.names if whole else parameter_names(model)
-    _check_optimizer(optimizer, names)
+    check_optimizer(optimizer, names)
     trained = {names[id(p)]: p.numel() for group in optimizer.param_groups for p in group["params"]}
     wrapped = ShardOptimizer(optimizer, names)
     engine, _, _, _ = deepspeed.initialize(
@@ -354,7 +352,8 @@ def build(
     return Engine(engine, wrapped, settings, whole.index if whole else Index.of(trained), names)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Raises EngineError unless `optimizer` is a new one, on trained parameters of the model with these names by id."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not parameters:
         raise EngineError("the optimizer has no parameters; give it those of the model that are to be trained")
@@ -383,108 +382,6 @@ def _deepspeed_config(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
-class Watcher(Protocol):
-    """What is told of the DeepSpeed engine that a script built and drives itself."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """The script's loss of a micro-batch."""
-        ...
-
-    def step(self, engine: Any, plain: Callable[[], object]) -> None:
-        """Instead of DeepSpeed's step; `plain` is that step. Once for each micro-batch."""
-        ...
-
-    def forward(self) -> None:
-        """Before a forward pass in which the ranks gather the weights (ZeRO 3)."""
-        ...
-
-
-_watchers: weakref.WeakKeyDictionary[ShardOptimizer, Watcher] = weakref.WeakKeyDictionary()
-
-
-def watch(optimizer: ShardOptimizer, watcher: Watcher) -> None:
-    """Has `watcher` told of the DeepSpeed engine that will be built with `optimizer`; others stay as they are."""
-    _watchers[optimizer] = watcher
-    _wrap_engine()
-
-
-@functools.cache
-def _wrap_engine() -> None:
-    """One wrapper, once in a process. ZeRO takes our optimizer without being told that it may: inside, it is the
-    user's, which steps on whatever DeepSpeed gives it."""
-    from deepspeed.runtime.zero import utils
-
-    utils.ZERO_SUPPORTED_OPTIMIZERS.append(ShardOptimizer)
-    kind = deepspeed.DeepSpeedEngine
-    plain_step, plain_backward, plain_forward = kind.step, kind.backward, kind.forward
-
-    def watcher_of(engine: Any) -> Watcher | None:
-        given = engine.client_optimizer
-        return _watchers.get(given) if isinstance(given, ShardOptimizer) else None
-
-    @functools.wraps(plain_step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        watcher = watcher_of(self)
-        if watcher is None:
-            plain_step(self, *args, **kwargs)
-        else:
-            watcher.step(self, lambda: plain_step(self, *args, **kwargs))
-
-    @functools.wraps(plain_backward)
-    def backward(self: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        watcher = watcher_of(self)
-        if watcher is not None:
-            unscaled = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
-            watcher.backward(loss if unscaled else loss * self.gradient_accumulation_steps())
-        return plain_backward(self, loss, *args, **kwargs)
-
-    @functools.wraps(plain_forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        watcher = watcher_of(self)
-        if watcher is not None and self.zero_optimization_stage() == 3:
-            watcher.forward()
-        return plain_forward(self, *args, **kwargs)
-
-    kind.step, kind.backward, kind.forward = step, backward, forward
-
-
-def adopt(engine: Any, optimizer: ShardOptimizer, *, max_skipped_steps: int = 10) -> Engine:
-    """The engine around a DeepSpeed engine that a script built with `optimizer`. Collective, before its first step.
-
-    Raises EngineError for a configuration that can't be trained this way.
-    """
-    stage = int(engine.zero_optimization_stage())
-    _check_adopted(engine, stage)
-    names = parameter_names(engine.module)
-    _check_optimizer(optimizer.inner, names)
-    optimizer.name(names)
-    trained = {names[id(p)]: _elements(p) for group in optimizer.users_groups for p in group}
-    settings = EngineSettings(
-        zero_stage=stage,  # type: ignore[arg-type]  # DeepSpeed has no others
-        precision="bf16" if engine.bfloat16_enabled() else "fp32",
-        micro_batch_size=int(engine.train_micro_batch_size_per_gpu()),
-        accumulation_steps=int(engine.gradient_accumulation_steps()),
-        max_skipped_steps=max_skipped_steps,
-    )
-    return Engine(engine, optimizer, settings, Index.of(trained), names)
-
-
-def _check_adopted(engine: Any, stage: int) -> None:
-    faults = []
-    if engine.fp16_enabled():
-        faults.append("fp16.enabled: found true; loss scaling is each replica's own: use bf16 or fp32")
-    offloads = (engine.zero_offload_optimizer(), engine.zero_offload_param())
-    if any(offload is not None and offload.device != "none" for offload in offloads):
-        faults.append("zero_optimization.offload_optimizer, offload_param: must be left out")
-    if engine.pipeline_parallelism:
-        faults.append("the model is a PipelineModule: only plain modules can be wrapped")
-    if stage == 3 and len(engine.optimizer.fp32_partitioned_groups_flat) > 1:
-        found = engine.zero_sub_group_size()
-        faults.append(f"zero_optimization.sub_group_size: found {found:g}; must be above a rank's part of the model")
-    if faults:
-        raise EngineError("DeepSpeed's configuration can't be used in a job: " + "; ".join(faults))
-
-
 def _compact(name: str, intervals: Sequence[Interval], kept: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """What the optimizer keeps under this name, end to end; zeros where it keeps nothing yet."""
     parts = [
@@ -492,8 +389,3 @@ def _compact(name: str, intervals: Sequence[Interval], kept: Sequence[Mapping[st
         for interval, values in zip(intervals, kept, strict=True)
     ]
     return torch.cat(parts) if parts else torch.empty(0)
-
-
-def _elements(parameter: torch.nn.Parameter) -> int:
-    """Of the whole parameter, also where ZeRO 3 has left a rank none of it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from crosscloud_trainer import engine
+from crosscloud_trainer import adopting, engine
 from crosscloud_trainer.allreduce import AllReduce
 from crosscloud_trainer.contract import Activity, ExitCode
 from crosscloud_trainer.departure import Departure, Store
@@ -111,7 +111,7 @@ class Joined:
             message = "sync.wrap was called twice: one engine of a script can be trained in a job"
             raise Failure(ExitCode.INVALID_INPUT, message)
         self._optimizer = ShardOptimizer(optimizer)
-        engine.watch(self._optimizer, self)
+        adopting.watch(self._optimizer, self)
         return self._optimizer
 
     def steps(self, total: int) -> None:
@@ -135,7 +135,8 @@ class Joined:
         self._departs().calls += 1
         if self._run is None:
             assert self._optimizer is not None
-            self._run = _Run(self._place, engine.adopt(deepspeed_engine, self._optimizer), self._status, self._planned)
+            adopted = adopting.adopt(deepspeed_engine, self._optimizer)
+            self._run = _Run(self._place, adopted, self._status, self._planned)
         if not deepspeed_engine.is_gradient_accumulation_boundary():
             plain()
             return
