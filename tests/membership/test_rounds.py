@@ -74,7 +74,7 @@ class Actor:
                 )
                 while rounds.awaited_results():
                     yield
-            self.results[number] = {p: bytes(body) for p, body in rounds.results.items()}
+            self.results[number] = {p: bytes(body) for p, body in rounds.take_results().items()}
             while any(number not in other.results for other in self.replica):  # the collective of its ranks
                 yield
             rounds.prepared(number)

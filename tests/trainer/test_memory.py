@@ -11,7 +11,7 @@ import pytest
 import torch
 from trainer.jobs import TINY_MODEL, finished, manifest, record, start_local, written
 
-from crosscloud_trainer.contract import ExitCode, Model, Precision, RunDocument
+from crosscloud_trainer.contract import Algorithm, CodecName, ExitCode, Model, Precision, RunDocument, Sync
 from crosscloud_trainer.environment import MEMORY, Memory
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.launcher.attempt import LocalJob
@@ -41,14 +41,43 @@ def test_a_rank_needs_the_bytes_of_zero_and_of_the_outer_state(
 ) -> None:
     run = run_document(tmp_path, replica={"gpusPerStage": ranks, "zeroStage": zero})
     run = replace(run, training=replace(run.training, precision=precision))
-    assert needed(4_000_000, run, 0).total == 4_000_000 * per_parameter
+    need, shard = needed(4_000_000, run, 0), 4_000_000 // ranks
+    assert need.on_device == 4_000_000 * per_parameter
+    assert need.exchange == 2 * shard + 3.5 * int8_bytes(shard)  # half of an fp32 copy is owned
+
+
+@pytest.mark.parametrize(
+    ("sync", "outer", "exchange"),
+    [
+        (Sync(codec=CodecName.NONE), 8, 3.5 * 4),
+        (Sync(codec=CodecName.BF16), 12, 2 + 3.5 * 2),
+        (Sync(codec=CodecName.BF16, error_feedback=False), 8, 3.5 * 2),
+        (Sync(codec=CodecName.TOP_K), 12, 2 + 3.5 * 84 / 4096),
+        (Sync(Algorithm.ALL_REDUCE, codec=CodecName.BF16), 4, 2 + 3.5 * 2),
+    ],
+)
+def test_what_rounds_need_depends_on_algorithm_and_codec(
+    tmp_path: Path, sync: Sync, outer: float, exchange: float
+) -> None:
+    run = replace(run_document(tmp_path), sync=sync)
+    need = needed(4096 * 1000, run, 0)
+    assert need.outer == 4096 * 1000 * outer
+    assert need.exchange == 4096 * 1000 * exchange
+    alone = needed(4096 * 1000, replace(run, replicas=run.replicas[:1]), 0)
+    assert alone.exchange == 0
+    assert alone.outer == 4096 * 1000 * (8 if sync.algorithm is Algorithm.DILOCO else 0)
+
+
+def int8_bytes(elements: int) -> int:
+    return elements + 4 * -(-elements // 256)
 
 
 def test_a_model_is_refused_when_the_ranks_of_a_pod_need_one_byte_more_than_is_there(tmp_path: Path) -> None:
     run = run_document(tmp_path, replica={"gpusPerStage": 2, "zeroStage": 1})
     run = replace(run, training=replace(run.training, model=Model(config=TINY_MODEL)))
     parameters = 2 * 259 * 32 + 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32)  # as LLaMA has them
-    least = 2 * (8 * parameters + 24 * parameters // 2)
+    exchange = parameters + 3 * int8_bytes(parameters // 2) + int8_bytes(parameters // 2) // 2
+    least = 2 * (8 * parameters + 24 * parameters // 2 + exchange)
     check_memory(run, 0, CPU, Memory(least, "here"))
     with pytest.raises(Failure) as caught:
         check_memory(run, 0, CPU, Memory(least - 1, "left in this box"))
@@ -57,7 +86,8 @@ def test_a_model_is_refused_when_the_ranks_of_a_pod_need_one_byte_more_than_is_t
     assert told.startswith("training.model.config: found ")
     assert f"the {parameters:,} parameters need {least:,} bytes or more, 2 x " in told
     assert f"weights {parameters * 4 / 1000:.1f} kB, gradients {parameters * 4 / 1000:.1f} kB" in told
-    assert f"optimizer {parameters * 6 / 1000:.1f} kB, outer state {parameters * 6 / 1000:.1f} kB" in told
+    assert f"optimizer {parameters * 6 / 1000:.1f} kB, outer state {parameters * 6 / 1000:.1f} kB, " in told
+    assert f"exchange {exchange / 1000:.1f} kB" in told
     assert "left in this box" in told
 
 

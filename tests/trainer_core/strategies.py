@@ -1,8 +1,10 @@
 """Models and layouts for property tests, and the shard rules of each ZeRO stage."""
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
+from crosscloud_trainer.compress.feedback import ValuesOf
 from crosscloud_trainer.layout import Index, Interval, ReplicaLayout, contiguous_shard, dealt_shard, split_shard
 
 names = st.text(alphabet="abz.0_é", min_size=1, max_size=6)
@@ -28,6 +30,11 @@ def layouts(draw: st.DrawFn, model: dict[str, int], most_ranks: int = 6) -> Repl
         size = max(1, -(-index.elements // (ranks * alignment)) * alignment)
         shards = [contiguous_shard(index, order, size, rank) for rank in range(ranks)]
     return ReplicaLayout(index, tuple(shards))
+
+
+def of(values: torch.Tensor) -> ValuesOf:
+    """The values of each stretch, from those of all cells."""
+    return lambda stretch: values[stretch.values]
 
 
 def compact(vector: np.ndarray, index: Index, shard: tuple[Interval, ...]) -> np.ndarray:

@@ -23,6 +23,15 @@ from crosscloud_trainer.sizes import CODECS
 f32 = np.float32
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_stretches():
+    """What is worked on together is so little here that every rank has much of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("crosscloud_trainer.compress.codec.STRETCH_ELEMENTS", 5000)
+        patch.setattr("crosscloud_trainer.shard._CHUNK", 3000)
+        yield
+
+
 class Rank(threading.Thread):
     """One rank of one replica: gives it the gradient of each step, or None for a step that isn't finite."""
 

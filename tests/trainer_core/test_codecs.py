@@ -4,9 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_core.reference import decoded, encoded
+from trainer_core.strategies import of
 
 from crosscloud_trainer import sizes
 from crosscloud_trainer.compress import EncodedCells, ErrorFeedback, NonFiniteError, PayloadError, codec_named, codec_of
+from crosscloud_trainer.compress.codec import stretches
 from crosscloud_trainer.layout import Index
 from crosscloud_trainer.sizes import CodecSpec
 
@@ -104,14 +106,14 @@ def test_bf16_is_off_by_half_a_unit_of_its_last_bit_at_most(batch):
 def test_values_that_are_not_finite_are_refused_and_leave_the_residual_as_it_was(codec, bad, place):
     lengths = np.array([4096, 904])
     feedback = ErrorFeedback(codec, lengths, torch.device("cpu"))
-    feedback.encode(torch.randn(5000))
+    feedback.encode(of(torch.randn(5000)))
     before = feedback.residual.clone()
     values = torch.randn(5000)
     values[place] = bad
     with pytest.raises(NonFiniteError):
         codec.encode(values, lengths)
     with pytest.raises(NonFiniteError):
-        feedback.encode(values)
+        feedback.encode(of(values))
     assert torch.equal(feedback.residual, before)
 
 
@@ -123,7 +125,7 @@ def test_values_of_1e38_are_sent_and_leave_finite_residuals_however_often(codec)
     values[::3] = 1.1e34
     values[1::3] = -(2.0**127)
     for _ in range(20):
-        decoded = codec.decode(feedback.encode(values), lengths)
+        decoded = codec.decode(feedback.encode(of(values)), lengths)
         assert torch.isfinite(decoded).all()
         assert torch.isfinite(feedback.residual).all()
 
@@ -158,7 +160,7 @@ def test_no_cells_are_no_bytes(codec):
     data = codec.encode(torch.empty(0), none)
     assert data.shape == (0,)
     assert codec.decode(data, none).shape == (0,)
-    assert ErrorFeedback(codec, none, torch.device("cpu")).encode(torch.empty(0)).shape == (0,)
+    assert ErrorFeedback(codec, none, torch.device("cpu")).encode(of(torch.empty(0))).shape == (0,)
 
 
 @every_lossy_codec
@@ -174,32 +176,45 @@ def test_error_feedback_sends_what_numpy_says_and_keeps_the_rest(codec, data):
         values[data.draw(st.integers(0, 4115))] = data.draw(st.floats(-1e3, 1e3, width=32))
         wanted = values + residual * np.float32(0.95 if codec.spec.name == "TopK" else 1)
         cells = [encoded(codec.spec, cell) for cell in cells_of(wanted, lengths)]
-        assert feedback.encode(torch.from_numpy(values)).numpy().tobytes() == b"".join(cells)
+        assert feedback.encode(of(torch.from_numpy(values))).numpy().tobytes() == b"".join(cells)
         arrived = [decoded(codec.spec, cell, n) for cell, n in zip(cells, [4096, 20], strict=True)]
         residual = wanted - np.concatenate(arrived)
         assert feedback.residual.numpy().tobytes() == residual.tobytes()
 
 
-def test_error_feedback_of_some_cells_leaves_the_residuals_of_the_others():
-    lengths = np.array([4096, 4096, 7, 4096])
-    values = torch.randn(int(lengths.sum()))
-    together = ErrorFeedback(codec_named("Int8"), lengths, torch.device("cpu"))
-    apart = ErrorFeedback(codec_named("Int8"), lengths, torch.device("cpu"))
-    parts = values.split(lengths.tolist())
-    for _ in range(2):
-        all_bytes = together.encode(values)
-        second = apart.encode(torch.cat([parts[1], parts[2]]), np.array([1, 2]))
-        first = apart.encode(torch.cat([parts[0], parts[3]]), np.array([0, 3]))
-        a, b, c, d = all_bytes.split([4160, 4160, 11, 4160])
-        assert torch.equal(first, torch.cat([a, d]))
-        assert torch.equal(second, torch.cat([b, c]))
-        assert torch.equal(together.residual, apart.residual)
+@given(st.lists(st.sampled_from([1, 7, 4096]), max_size=12), st.integers(1, 9000))
+def test_stretches_cover_every_cell_once_and_none_is_longer_than_it_may_be(cells, most):
+    lengths = np.array(cells, dtype=np.int64)
+    sizes_of_cells = [sizes.cell_bytes(CodecSpec("Int8"), cell) for cell in cells]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("crosscloud_trainer.compress.codec.STRETCH_ELEMENTS", most)
+        found = stretches(CodecSpec("Int8"), lengths)
+    assert [cell for stretch in found for cell in stretch.lengths.tolist()] == cells
+    for stretch in found:
+        first, stop = stretch.cells.start, stretch.cells.stop
+        assert stretch.values == slice(sum(cells[:first]), sum(cells[:stop]))
+        assert stretch.data == slice(sum(sizes_of_cells[:first]), sum(sizes_of_cells[:stop]))
+        assert stretch.elements < most + 4096
+
+
+@every_codec
+def test_encoding_stretch_by_stretch_gives_the_bytes_and_residuals_of_encoding_at_once(codec, monkeypatch):
+    lengths = np.array([4096, 4096, 7, 4096, 300])
+    together = ErrorFeedback(codec, lengths, torch.device("cpu"))
+    monkeypatch.setattr("crosscloud_trainer.compress.codec.STRETCH_ELEMENTS", 4000)
+    assert len(stretches(codec.spec, lengths)) == 3
+    apart = ErrorFeedback(codec, lengths, torch.device("cpu"))
+    for _ in range(3):
+        values = torch.randn(int(lengths.sum()))
+        data = apart.encode(of(values))
+        assert torch.equal(data, together.encode(of(values)))
+        assert torch.equal(apart.residual, together.residual)
 
 
 @pytest.mark.parametrize(("codec", "error_feedback"), [("None", True), ("Int8", False)])
 def test_no_residual_is_kept_where_none_is_of_use(codec, error_feedback):
     feedback = ErrorFeedback(codec_named(codec), np.array([9]), torch.device("cpu"), enabled=error_feedback)
-    feedback.encode(torch.randn(9))
+    feedback.encode(of(torch.randn(9)))
     assert feedback.residual.shape == (0,)
 
 

@@ -27,6 +27,15 @@ f32 = np.float32
 OUTER = OuterOptimizer(0.7, 0.9)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_stretches():
+    """What is worked on together is so little here that every rank has much of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("crosscloud_trainer.compress.codec.STRETCH_ELEMENTS", 5000)
+        patch.setattr("crosscloud_trainer.shard._CHUNK", 3000)
+        yield
+
+
 class Rank(threading.Thread):
     """Runs one rank of one replica: for each window adds the given change to its weights, then ends the
     window.

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from trainer_core.reference import bf16_decoded, bf16_encoded, topk_kept
+from trainer_core.strategies import of
 
 from crosscloud_trainer.compress import EncodedCells, ErrorFeedback, PayloadError, Reducer, codec_of
 from crosscloud_trainer.layout import Index
@@ -84,7 +85,7 @@ def test_residuals_stop_growing_and_nothing_but_the_decay_is_lost(keep, bits):
     for _ in range(80):
         values = generator.standard_normal(4096).astype(np.float32)
         before = feedback.residual.numpy().astype(np.float64)
-        sent = codec.decode(feedback.encode(torch.from_numpy(values)), WHOLE).numpy()
+        sent = codec.decode(feedback.encode(of(torch.from_numpy(values))), WHOLE).numpy()
         assert np.abs(sent + feedback.residual.numpy() - (values + 0.95 * before)).max() < 1e-5
         norms.append(float(feedback.residual.norm()))
     assert max(norms[40:]) < 1.1 * max(norms[:40])
@@ -96,16 +97,16 @@ def test_with_two_levels_what_was_sent_and_the_residual_are_the_values_to_the_bi
     codec = codec_of(CodecSpec("TopK", keep))
     feedback = ErrorFeedback(codec, WHOLE, torch.device("cpu"))
     values = (np.random.default_rng(seed).integers(-2048, 2049, 4096) / 256).astype(np.float32)
-    sent = codec.decode(feedback.encode(torch.from_numpy(values)), WHOLE).numpy()
+    sent = codec.decode(feedback.encode(of(torch.from_numpy(values))), WHOLE).numpy()
     assert (sent + feedback.residual.numpy() == values).all()
 
 
 def test_an_encoding_that_was_taken_back_leaves_the_residuals_as_they_were():
     codec = codec_of(CodecSpec("TopK"))
     feedback = ErrorFeedback(codec, WHOLE, torch.device("cpu"))
-    feedback.encode(torch.randn(4096))
+    feedback.encode(of(torch.randn(4096)))
     before, values = feedback.residual.clone(), torch.randn(4096)
-    feedback.take_back(values, feedback.encode(values))
+    feedback.take_back(of(values), feedback.encode(of(values)))
     torch.testing.assert_close(feedback.residual, before, rtol=0, atol=1e-5)
 
 

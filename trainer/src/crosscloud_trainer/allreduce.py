@@ -25,12 +25,11 @@ import numpy as np
 import torch
 
 from crosscloud_trainer.agreement import agree
-from crosscloud_trainer.compress import Codec, EncodedCells, ErrorFeedback
-from crosscloud_trainer.compress.codec import Lengths, encodable, runs
-from crosscloud_trainer.compress.none import NoneCodec
+from crosscloud_trainer.compress import Codec, EncodedCells, NoneCodec
+from crosscloud_trainer.compress.codec import Lengths, Stretch, encodable, runs
 from crosscloud_trainer.exchange import RoundExchange, RoundReport, RoundRequest, RoundResult
 from crosscloud_trainer.group import ReplicaTotals, StageGroup
-from crosscloud_trainer.holding import Holding
+from crosscloud_trainer.holding import Elements, Holding
 from crosscloud_trainer.layout import ReplicaLayout
 from crosscloud_trainer.shard import DIGEST_BITS, Shard, digest
 
@@ -78,12 +77,10 @@ class AllReduce:
         self._shard = shard
         self._replica = replica
         self._exchange = exchange
-        self._codec = codec
         self.tokens = tokens
         """Of the whole replica in a step: the weight of its gradient. A step may have another number."""
         self._layout = layout
-        self._holding = Holding(layout, group, codec)
-        self._feedback = ErrorFeedback(codec, self._holding.lengths, shard.device, enabled=error_feedback)
+        self._holding = Holding(layout, group, codec, shard.device, error_feedback=error_feedback)
         self._report: RoundReport | None = None
         self._group, self._state, self._resync_rounds = group, state, resync_rounds
         self._unlike = False  # replicas have told unlike states in the round of this step
@@ -94,7 +91,7 @@ class AllReduce:
         """What encoding has lost so far of the cells that this rank holds, flat fp32; empty without error
         feedback.
         """
-        return self._feedback.residual
+        return self._holding.residual
 
     @property
     def alone(self) -> bool:
@@ -134,26 +131,32 @@ class AllReduce:
         """Replaces the replica's gradient by the mean of all replicas; returns the mean's norm over the whole model,
         or None if all replicas skip the step.
         """
-        values = gradient.read()
-        if self._replica.total([int(not encodable(values))])[0]:
+        usable = all(encodable(gradient.elements_at(start, stop)) for start, stop in gradient.pieces())
+        if self._replica.total([int(not usable)])[0]:
             self._skip()
             return None
-        held = self._holding.gather(values)
-        data = self._feedback.encode(held)
-        payload = EncodedCells(self._codec, self._holding.ids, self._holding.lengths, data.cpu())
+        values = self._holding.gather(gradient.elements_at)
+        payload = self._holding.encode(values)
         answer = self._ask(payload)
         if answer.result is None or not all(answer.weights.values()):
-            self._feedback.take_back(held, data)
+            self._holding.take_back(values, payload)
             self._end(answer, payload, agreed=0, applied=False)
             return None
-        means = self._holding.decode(answer.result, gradient.device)
-        gradient.write(self._holding.spread(answer.result, means))
-        squares = torch.zeros(self._layout.index.cells, dtype=torch.float64, device=gradient.device)
-        squares[torch.from_numpy(answer.result.ids).to(gradient.device)] = _squares(means, answer.result.lengths)
-        squares = self._replica.sums(squares)
-        norm = float(np.sqrt(np.add.reduce(squares.cpu().numpy())))
-        self._end(answer, payload, digest(gradient.index, gradient.intervals, [gradient.read()]), applied=True)
+        norm = self._take(answer.result, gradient)
+        self._end(answer, payload, gradient.digest(), applied=True)
         return norm
+
+    def _take(self, result: EncodedCells, gradient: Shard) -> float:
+        """Overwrites the gradient by the agreed mean; returns that one's norm over the whole model. Collective."""
+        squares = torch.zeros(self._layout.index.cells, dtype=torch.float64, device=gradient.device)
+        cells = torch.from_numpy(result.ids).to(gradient.device)
+
+        def square(stretch: Stretch, means: torch.Tensor) -> None:
+            squares[cells[stretch.cells]] = _squares(means, stretch.lengths)
+
+        for start, means in self._holding.spread(result).parts(square):
+            gradient.elements_at(start, start + means.numel()).copy_(means)
+        return float(np.sqrt(np.add.reduce(self._replica.sums(squares).cpu().numpy())))
 
     def skip(self) -> None:
         """Takes part in the round without a gradient: all replicas skip the step."""
@@ -181,17 +184,19 @@ class AllReduce:
         """All replicas take over the state of the first one."""
         assert self._state is not None
         self._unlike = False
-        codec = NoneCodec()
-        holding = Holding(self._layout, self._group, codec)
+        holding = Holding(self._layout, self._group, NoneCodec(), self._shard.device, error_feedback=False)
         mine = self._exchange.replica == self._exchange.view[0]
         taken = []
         for vector in self._state.state():
             self.round += 1
-            data = codec.encode(holding.gather(vector), holding.lengths)
-            payload = EncodedCells(codec, holding.ids, holding.lengths, data.cpu()) if mine else None
+            values = holding.gather(_elements_of(vector))
+            payload = holding.encode(values) if mine else None
             answer = self._exchange.exchange(RoundRequest(self.round, int(mine), payload, self.digest, exact=True))
             assert answer.result is not None, "the first replica sends its state"
-            taken.append(holding.spread(answer.result, holding.decode(answer.result, vector.device)))
+            agreed = torch.empty_like(vector)
+            for start, part in holding.spread(answer.result).parts():
+                agreed[start : start + part.numel()].copy_(part)
+            taken.append(agreed)
             self._replica.total([0])  # all ranks of this replica have what they need
             self._exchange.prepared(self.round)
         self._state.set_state(taken)
@@ -211,8 +216,11 @@ class AllReduce:
         )
 
     def _weights_digest(self) -> int:
-        own = digest(self._shard.index, self._shard.intervals, [self._shard.read()])
-        return agree(self._replica, [], own)[1]
+        return agree(self._replica, [], self._shard.digest())[1]
+
+
+def _elements_of(vector: torch.Tensor) -> Elements:
+    return lambda start, stop: vector[start:stop]
 
 
 def _squares(values: torch.Tensor, lengths: Lengths) -> torch.Tensor:

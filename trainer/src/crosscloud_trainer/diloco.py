@@ -13,6 +13,9 @@ A round, on every rank of every replica of the view:
    state is finite;
 7. all apply it, with no further word to anyone, and go on from the new outer weights.
 
+Each of these goes through the shard piece by piece and keeps nothing of its size: what was tried is thrown away, and
+computed once more to be applied.
+
 All replicas see the same results and have the same outer state, so that a round which would end in numbers
 that aren't finite is skipped by all alike: they go back to the outer weights and the round is counted.
 
@@ -20,19 +23,21 @@ In a view of one replica there is nobody to agree with: no exchange and no outer
 weights follow the local ones, and training is the same to the bit as without DiLoCo.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from crosscloud_trainer.agreement import agree
-from crosscloud_trainer.compress import Codec, EncodedCells, ErrorFeedback
+from crosscloud_trainer.compress import Codec, EncodedCells
 from crosscloud_trainer.compress.codec import encodable
 from crosscloud_trainer.contract import OuterOptimizer
 from crosscloud_trainer.exchange import RoundExchange, RoundReport, RoundRequest
 from crosscloud_trainer.group import ReplicaTotals, StageGroup
-from crosscloud_trainer.holding import Holding
+from crosscloud_trainer.holding import Agreed, Holding
 from crosscloud_trainer.layout import ReplicaLayout
 from crosscloud_trainer.outer import OuterState
 from crosscloud_trainer.schedule import ends_window
-from crosscloud_trainer.shard import Shard, digest
+from crosscloud_trainer.shard import Digest, Shard, digest
 
 
 class DiLoCo:
@@ -54,25 +59,23 @@ class DiLoCo:
         error_feedback: bool = True,
     ) -> None:
         self.round = 0
-        self.outer = OuterState.at(shard.read())
+        self.outer = OuterState.at(shard.copy())
         self._shard = shard
         self._replica = replica
         self._exchange = exchange
-        self._codec = codec
         self._inner_steps = inner_steps
         self._settings = settings
-        self._holding = Holding(layout, group, codec)
-        self._feedback = ErrorFeedback(codec, self._holding.lengths, shard.device, enabled=error_feedback)
+        self._holding = Holding(layout, group, codec, shard.device, error_feedback=error_feedback)
         self._steps = 0
         self._tokens = 0
-        self.digest = self._agree([0], self.outer)[1]
+        self.digest = agree(self._replica, [], self._digest())[1]
 
     @property
     def residual(self) -> torch.Tensor:
         """What encoding has lost so far of the cells that this rank holds, flat fp32; empty without error
         feedback.
         """
-        return self._feedback.residual
+        return self._holding.residual
 
     def weights(self) -> torch.Tensor:
         """This rank's part of the weights that all replicas have, compact flat fp32."""
@@ -84,7 +87,7 @@ class DiLoCo:
         """
         self.round, self._steps, self._tokens = number, steps, 0
         self._shard.write(self.outer.weights)
-        self.digest = self._agree([0], self.outer)[1]
+        self.digest = agree(self._replica, [], self._digest())[1]
 
     def on_step(self, tokens: int, *, last: bool = False) -> RoundReport | None:
         """Counts an inner step (one that DeepSpeed skipped too) in which this rank saw `tokens` tokens.
@@ -114,15 +117,18 @@ class DiLoCo:
 
     def _alone(self, tokens: int) -> RoundReport:
         """A round in a view of one: the outer weights become the local ones."""
-        self.outer = OuterState(self._shard.read().clone(), self.outer.momentum)
-        (tokens,), self.digest = self._agree([tokens], self.outer)
+        for start, stop in self._shard.pieces():
+            self.outer.weights[start:stop].copy_(self._shard.elements_at(start, stop))
+        (tokens,), self.digest = agree(self._replica, [tokens], self._digest())
         weights = {self._exchange.replica: tokens}
         return RoundReport(self.round, self.digest, weights, 0, refused=False, applied=True)
 
     def _together(self, tokens: int) -> RoundReport:
-        update = self.outer.weights.sub(self._shard.read())
-        refusals, tokens = self._replica.total([int(not encodable(update)), tokens])
-        payload = self._encode(update) if not refusals and tokens else None
+        usable = all(encodable(self._update(start, stop)) for start, stop in self._shard.pieces())
+        refusals, tokens = self._replica.total([int(not usable), tokens])
+        payload = None
+        if not refusals and tokens:
+            payload = self._holding.encode(self._holding.gather(self._update))
         request = RoundRequest(self.round, tokens if payload else 0, payload, self.digest)
         answer = self._exchange.exchange(request)
         applied = self._apply(answer.result)
@@ -136,27 +142,33 @@ class DiLoCo:
             applied=applied,
         )
 
-    def _encode(self, update: torch.Tensor) -> EncodedCells:
-        values = self._holding.gather(update)
-        data = self._feedback.encode(values)
-        return EncodedCells(self._codec, self._holding.ids, self._holding.lengths, data.cpu())
+    def _update(self, start: int, stop: int) -> torch.Tensor:
+        """The pseudo-gradient of some elements of this rank."""
+        return self.outer.weights[start:stop].sub(self._shard.elements_at(start, stop))
 
     def _apply(self, result: EncodedCells | None) -> bool:
         """Takes the agreed result of this rank's cells into the outer state; False if all replicas skip the
         round.
         """
-        proposed = self.outer
-        if result is not None:
-            gradient = self._holding.spread(result, self._holding.decode(result, self._shard.device))
-            proposed = self.outer.stepped(gradient, self._settings)
-        (unusable,), new_digest = self._agree([int(result is None or not proposed.finite())], proposed)
+        agreed = None if result is None else self._holding.spread(result)
+        found, usable = Digest(self._shard.index, self._shard.intervals), agreed is not None
+        for start, stepped in self._stepped(agreed):
+            usable = usable and stepped.finite()
+            found.add(0, start, stepped.weights)
+            found.add(1, start, stepped.momentum)
+        (unusable,), new_digest = agree(self._replica, [int(not usable)], found.value)
         self._exchange.prepared(self.round)
         if unusable:
             return False
-        self.outer, self.digest = proposed, new_digest
+        for start, stepped in self._stepped(agreed):
+            self.outer.part(start, stepped.weights.numel()).become(stepped)
+        self.digest = new_digest
         return True
 
-    def _agree(self, counts: list[int], state: OuterState) -> tuple[list[int], int]:
-        """Sums of `counts` over the ranks, and the replica's digest of an outer state. Collective."""
-        own = digest(self._shard.index, self._shard.intervals, [state.weights, state.momentum])
-        return agree(self._replica, counts, own)
+    def _stepped(self, agreed: Agreed | None) -> Iterator[tuple[int, OuterState]]:
+        """The outer state after the round, by pieces: the first one's place, and the state from there on."""
+        for start, gradient in agreed.parts() if agreed else ():
+            yield start, self.outer.part(start, gradient.numel()).stepped(gradient, self._settings)
+
+    def _digest(self) -> int:
+        return digest(self._shard.index, self._shard.intervals, [self.outer.weights, self.outer.momentum])

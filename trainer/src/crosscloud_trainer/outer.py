@@ -21,10 +21,17 @@ class OuterState:
 
     @staticmethod
     def at(weights: torch.Tensor) -> "OuterState":
-        """The state before the first round: outer weights are a copy of the weights given, outer momentum is
-        zero.
-        """
-        return OuterState(weights.clone(), torch.zeros_like(weights))
+        """The state before the first round: the weights given, which are its own from now on, and no momentum."""
+        return OuterState(weights, torch.zeros_like(weights))
+
+    def part(self, start: int, elements: int) -> "OuterState":
+        """The state of some elements from `start` on, in the same memory."""
+        return OuterState(self.weights[start : start + elements], self.momentum[start : start + elements])
+
+    def become(self, other: "OuterState") -> None:
+        """Overwrites the state by another one of equal length."""
+        self.weights.copy_(other.weights)
+        self.momentum.copy_(other.momentum)
 
     def stepped(self, gradient: torch.Tensor, settings: OuterOptimizer) -> "OuterState":
         """The state after a round whose agreed pseudo-gradient (outer weights minus new ones) is `gradient`.

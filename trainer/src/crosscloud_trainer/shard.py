@@ -1,5 +1,6 @@
 """One rank's part of the fp32 weights, and the digest of such parts."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -9,7 +10,7 @@ import torch
 from crosscloud_trainer.layout import Index, Interval
 
 DIGEST_BITS = 64
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 
 
 class Shard:
@@ -23,7 +24,8 @@ class Shard:
         self.index = index
         self.intervals = intervals
         self.parts = tuple(parts)
-        self.elements = sum(interval.elements for interval in intervals)
+        self._starts = list(accumulate((interval.elements for interval in intervals), initial=0))
+        self.elements = self._starts.pop()
         self.device = parts[0].device if parts else torch.device("cpu")
         self._whole: torch.Tensor | None = None
 
@@ -45,6 +47,32 @@ class Shard:
             return self._whole
         return torch.cat(self.parts) if self.parts else torch.empty(0, device=self.device)
 
+    def copy(self) -> torch.Tensor:
+        """A copy of the compact values, flat fp32."""
+        copied = torch.empty(self.elements, device=self.device)
+        for start, stop in self.pieces():
+            copied[start:stop].copy_(self.elements_at(start, stop))
+        return copied
+
+    def elements_at(self, start: int, stop: int) -> torch.Tensor:
+        """The live values of these places in the compact vector, which lie in one interval."""
+        number = bisect_right(self._starts, start) - 1
+        first = self._starts[number]
+        return self.parts[number][start - first : stop - first]
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """The compact vector as pieces of little memory, each in one interval: first place and end."""
+        for first, interval in zip(self._starts, self.intervals, strict=True):
+            for start, stop in _chunks(interval.elements):
+                yield first + start, first + stop
+
+    def digest(self) -> int:
+        """See `digest`."""
+        found = Digest(self.index, self.intervals)
+        for start, stop in self.pieces():
+            found.add(0, start, self.elements_at(start, stop))
+        return found.value
+
     def write(self, compact: torch.Tensor) -> None:
         """Overwrites the live memory by compact values."""
         position = 0
@@ -61,17 +89,37 @@ def digest(index: Index, intervals: tuple[Interval, ...], vectors: list[torch.Te
     before). So the sum over the ranks of a replica doesn't depend on how the elements are shared, and a swap
     of two values shows.
     """
-    total = 0
+    found = Digest(index, intervals)
     for number, vector in enumerate(vectors):
-        bits = vector.view(torch.int32)
-        position = 0
+        start = 0
         for interval in intervals:
-            first = number * index.elements + index.first_elements[interval.parameter] + interval.start
-            for start, stop in _chunks(interval.elements):
-                part = bits[position + start : position + stop]
-                total += int(_mixed(part, first + start).sum())
-            position += interval.elements
-    return total % (1 << DIGEST_BITS)
+            found.add(number, start, vector[start : start + interval.elements])
+            start += interval.elements
+    return found.value
+
+
+class Digest:
+    """A digest that is made piece by piece, in any order."""
+
+    def __init__(self, index: Index, intervals: tuple[Interval, ...]) -> None:
+        self._index, self._intervals = index, intervals
+        self._starts = list(accumulate((interval.elements for interval in intervals), initial=0))
+        self._sum: torch.Tensor | None = None
+
+    def add(self, number: int, start: int, values: torch.Tensor) -> None:
+        """The values from place `start` on of the compact vector `number`; they lie in one interval."""
+        place = bisect_right(self._starts, start) - 1
+        interval = self._intervals[place]
+        first = number * self._index.elements + self._index.first_elements[interval.parameter] + interval.start
+        first += start - self._starts[place]
+        bits = values.view(torch.int32)
+        for low, high in _chunks(values.numel()):
+            part = _mixed(bits[low:high], first + low).sum()
+            self._sum = part if self._sum is None else self._sum.add_(part)
+
+    @property
+    def value(self) -> int:
+        return 0 if self._sum is None else int(self._sum) % (1 << DIGEST_BITS)
 
 
 def _mixed(bits: torch.Tensor, first: int) -> torch.Tensor:
@@ -97,6 +145,6 @@ def _signed(number: int) -> int:
 
 
 def _chunks(elements: int) -> Iterator[tuple[int, int]]:
-    """Bounds of pieces that keep the int64 temporaries of a digest small."""
+    """Bounds of pieces that keep the int64 temporaries of a digest small, and in the caches of a CPU."""
     for start in range(0, elements, _CHUNK):
         yield start, min(start + _CHUNK, elements)

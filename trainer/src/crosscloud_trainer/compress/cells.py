@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from crosscloud_trainer.compress.codec import Codec, Lengths, check_payload, put, sizes_of, take
+from crosscloud_trainer.compress.codec import Codec, Lengths, Stretch, check_payload, put, sizes_of, stretches, take
 from crosscloud_trainer.layout import Ids, Index
 
 
@@ -22,16 +22,26 @@ class EncodedCells:
 
     @staticmethod
     def received(codec: Codec, index: Index, ids: Ids, buffer: bytes | bytearray | memoryview) -> "EncodedCells":
-        """Cells from a copy of bytes that came from elsewhere: raises PayloadError unless they may be decoded."""
-        data = torch.empty(len(buffer), dtype=torch.uint8)
-        data.numpy()[:] = np.frombuffer(buffer, dtype=np.uint8)
+        """Cells from bytes that came from elsewhere: raises PayloadError unless they may be decoded. A bytearray is
+        not copied and must stay as it is.
+        """
+        if isinstance(buffer, bytearray) and buffer:
+            data = torch.frombuffer(buffer, dtype=torch.uint8)
+        else:
+            data = torch.empty(len(buffer), dtype=torch.uint8)
+            data.numpy()[:] = np.frombuffer(buffer, dtype=np.uint8)
         lengths = index.lengths(ids)
         check_payload(codec, data, lengths)
         return EncodedCells(codec, ids, lengths, data)
 
     @staticmethod
     def merged(parts: Sequence["EncodedCells"]) -> "EncodedCells":
-        """One batch of all parts, which have no cell in common; there is at least one part."""
+        """One batch of all parts, which have no cell in common; there is at least one part. Where only one has cells,
+        that is it.
+        """
+        parts = [part for part in parts if len(part.ids)] or parts[:1]
+        if len(parts) == 1:
+            return parts[0]
         ids = np.concatenate([part.ids for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
         order = np.argsort(ids, kind="stable")
@@ -50,6 +60,11 @@ class EncodedCells:
         """Bytes of each cell."""
         return sizes_of(self.codec.spec, self.lengths)
 
+    @cached_property
+    def stretches(self) -> list[Stretch]:
+        """The cells in stretches that are to be worked on together."""
+        return stretches(self.codec.spec, self.lengths)
+
     @property
     def nbytes(self) -> int:
         return self.data.numel()
@@ -59,7 +74,9 @@ class EncodedCells:
         return self.data.numpy().data
 
     def select(self, ids: Ids) -> "EncodedCells":
-        """The cells `ids`, all of which are in this batch (ValueError if not)."""
+        """The cells `ids`, all of which are in this batch (ValueError if not); the batch itself if these are all."""
+        if np.array_equal(ids, self.ids):
+            return self
         positions = np.searchsorted(self.ids, ids)
         if len(ids) and (positions[-1] >= len(self.ids) or bool((self.ids[positions] != ids).any())):
             raise ValueError("cells to select are not in the batch")

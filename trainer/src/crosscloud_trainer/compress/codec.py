@@ -7,6 +7,7 @@ whatever batch, rank or machine encodes it.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -23,6 +24,27 @@ MAX_MAGNITUDE = 2.0**127
 """Largest absolute value that is encoded: what a decoder makes of it, and the sum of weighted ones, can't
 overflow fp32.
 """
+
+
+STRETCH_ELEMENTS = 1 << 19
+"""Elements that are worked on together: what a round needs of memory beside its payloads is some ten times as much."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Neighbouring cells of a batch."""
+
+    cells: slice
+    """Where they stand in the batch."""
+    lengths: Lengths
+    values: slice
+    """Where their elements lie in the batch's."""
+    data: slice
+    """Where their bytes lie in the batch's encoding."""
+
+    @property
+    def elements(self) -> int:
+        return int(self.values.stop - self.values.start)
 
 
 class NonFiniteError(ValueError):
@@ -82,6 +104,20 @@ def sizes_of(spec: CodecSpec, lengths: Lengths) -> Lengths:
     return result
 
 
+def stretches(spec: CodecSpec, lengths: Lengths) -> list[Stretch]:
+    """A batch of cells as stretches of about `STRETCH_ELEMENTS`, more by less than a cell; none of no cells."""
+    if not len(lengths):
+        return []
+    ends, bytes_ = np.cumsum(lengths), np.cumsum(sizes_of(spec, lengths))
+    cuts = np.flatnonzero(np.diff((ends - 1) // STRETCH_ELEMENTS)) + 1
+    found, read, written = [], 0, 0
+    for first, stop in pairwise([0, *cuts.tolist(), len(lengths)]):
+        end, byte = int(ends[stop - 1]), int(bytes_[stop - 1])
+        found.append(Stretch(slice(first, stop), lengths[first:stop], slice(read, end), slice(written, byte)))
+        read, written = end, byte
+    return found
+
+
 def check_payload(codec: Codec, data: torch.Tensor, lengths: Lengths) -> None:
     """Raises PayloadError unless `data` may be decoded: right size, values that a codec may give
     back. For everything that was received.
@@ -90,9 +126,10 @@ def check_payload(codec: Codec, data: torch.Tensor, lengths: Lengths) -> None:
     expected = int(sizes_of(codec.spec, lengths).sum())
     if data.numel() != expected:
         raise PayloadError(f"payload has {data.numel()} bytes; {len(lengths)} cells in {name} have {expected}")
-    fault = codec.fault(data, lengths)
-    if fault:
-        raise PayloadError(f"payload of {len(lengths)} cells in {name} {fault}")
+    for stretch in stretches(codec.spec, lengths):
+        fault = codec.fault(data[stretch.data], stretch.lengths)
+        if fault:
+            raise PayloadError(f"payload of {len(lengths)} cells in {name} {fault}")
 
 
 def encodable(values: torch.Tensor) -> bool:

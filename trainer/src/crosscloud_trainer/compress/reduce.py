@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from crosscloud_trainer.compress.cells import EncodedCells
-from crosscloud_trainer.compress.codec import MAX_MAGNITUDE, Codec
+from crosscloud_trainer.compress.codec import MAX_MAGNITUDE, Codec, Stretch
 from crosscloud_trainer.compress.feedback import ErrorFeedback
 from crosscloud_trainer.layout import Ids, Index
 
@@ -50,22 +50,21 @@ class Reducer:
         return self._feedback.residual
 
     def reduce(self, payloads: Mapping[int, EncodedCells | None], weights: Mapping[int, int]) -> EncodedCells:
-        """The result of the cells in `payloads`, which are the same owned cells from each replica of the
-        view.
+        """The result of the owned cells, from `payloads` of exactly these cells by replica of the view.
 
-        None stands for a replica that refused its update; its weight is 0. A cell is reduced once per round,
-        since that changes its residual: keep the result to send it again. ValueError if payloads and weights
-        don't fit.
+        None stands for a replica that refused its update; its weight is 0. Call it once per round, since it changes
+        the residuals: keep the result to send it again. ValueError if payloads and weights don't fit.
         """
         given = {replica: cells for replica, cells in payloads.items() if cells is not None}
         if set(payloads) != set(weights) or set(given) != {r for r, weight in weights.items() if weight}:
             raise ValueError(f"payloads of {sorted(given)} don't fit the weights {dict(weights)}")
         first = next(iter(given.values()))
-        if any(not np.array_equal(cells.ids, first.ids) for cells in given.values()):
-            raise ValueError("payloads are of unlike cells")
-        positions = np.searchsorted(self.owned, first.ids)
-        if len(first.ids) and (positions[-1] >= len(self.owned) or bool((self.owned[positions] != first.ids).any())):
-            raise ValueError("payloads have cells that this rank doesn't own")
-        mean = weighted_mean({replica: cells.decode() for replica, cells in given.items()}, weights)
-        data = self._feedback.encode(mean, positions)
-        return EncodedCells(self._codec, first.ids, first.lengths, data)
+        if any(not np.array_equal(cells.ids, self.owned) for cells in given.values()):
+            raise ValueError("payloads have other cells than those that this rank owns")
+
+        def mean(stretch: Stretch) -> torch.Tensor:
+            parts = {replica: cells.data[stretch.data] for replica, cells in given.items()}
+            decoded = {replica: self._codec.decode(data, stretch.lengths) for replica, data in parts.items()}
+            return weighted_mean(decoded, weights)
+
+        return EncodedCells(self._codec, self.owned, first.lengths, self._feedback.encode(mean))

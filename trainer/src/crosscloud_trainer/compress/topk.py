@@ -34,8 +34,6 @@ from crosscloud_trainer.sizes import CELL_ELEMENTS, CodecSpec, cell_bytes, top_k
 
 SMALLEST_MAGNITUDE = 2.0**-100
 INDEX_BITS = CELL_ELEMENTS.bit_length() - 1
-CELLS_AT_ONCE = 256
-"""Whole cells that are worked on together, which bounds the scratch memory to some ten MB."""
 
 SHORT = Int8Codec()
 """For cells of fewer than `CELL_ELEMENTS` elements."""
@@ -53,7 +51,7 @@ class TopKCodec:
     def encode(self, values: torch.Tensor, lengths: Lengths) -> torch.Tensor:
         check_values(values)
         data = torch.empty(int(sizes_of(self.spec, lengths).sum()), dtype=torch.uint8, device=values.device)
-        for part, cells, bytes_ in self._blocks(lengths):
+        for part, cells, bytes_ in self._runs(lengths):
             if _whole(part):
                 data[bytes_] = self._encoded(values[cells].view(len(part), CELL_ELEMENTS)).flatten()
             else:
@@ -62,7 +60,7 @@ class TopKCodec:
 
     def decode(self, data: torch.Tensor, lengths: Lengths) -> torch.Tensor:
         values = torch.zeros(int(lengths.sum()), dtype=torch.float32, device=data.device)
-        for part, cells, bytes_ in self._blocks(lengths):
+        for part, cells, bytes_ in self._runs(lengths):
             if _whole(part):
                 target = values[cells].view(len(part), CELL_ELEMENTS)
                 rows = data[bytes_].view(len(part), self._parts.total)
@@ -72,7 +70,7 @@ class TopKCodec:
         return values
 
     def fault(self, data: torch.Tensor, lengths: Lengths) -> str:
-        for part, _, bytes_ in self._blocks(lengths):
+        for part, _, bytes_ in self._runs(lengths):
             if _whole(part):
                 fault = self._fault(data[bytes_].view(len(part), self._parts.total))
             else:
@@ -81,17 +79,15 @@ class TopKCodec:
                 return fault
         return ""
 
-    def _blocks(self, lengths: Lengths) -> Iterator[tuple[Lengths, slice, slice]]:
-        """Lengths of a few neighbouring cells that are equally long, where their values lie, and where their bytes."""
+    def _runs(self, lengths: Lengths) -> Iterator[tuple[Lengths, slice, slice]]:
+        """Lengths of neighbouring cells that are equally long, where their values lie, and where their bytes."""
         read = written = 0
         for cells, length in runs(lengths):
             size = cell_bytes(self.spec, length)
-            for first in range(0, cells, CELLS_AT_ONCE):
-                count = min(CELLS_AT_ONCE, cells - first)
-                part = np.full(count, length, dtype=np.int64)
-                yield part, slice(read, read + count * length), slice(written, written + count * size)
-                read += count * length
-                written += count * size
+            part = np.full(cells, length, dtype=np.int64)
+            yield part, slice(read, read + cells * length), slice(written, written + cells * size)
+            read += cells * length
+            written += cells * size
 
     def _encoded(self, values: torch.Tensor) -> torch.Tensor:
         """Whole cells, shape (cells, 4096), as their bytes, shape (cells, bytes)."""

@@ -190,7 +190,8 @@ class LinkExchange:
         rounds.reduced({peer: owned.select(ids).buffer() for peer, ids in receiving.items()})
         self._pump(rounds.awaited_results)
         sending = {peer: cells.send for peer, cells in self._cells.items() if len(cells.send)}
-        parts = [self._checked(codec, peer, ids, rounds.results[peer]) for peer, ids in sending.items()]
+        results = rounds.take_results()
+        parts = [self._checked(codec, peer, ids, results[peer]) for peer, ids in sending.items()]
         return RoundResult(EncodedCells.merged([owned, *parts]), weights, digests, states)
 
     def prepared(self, round_number: int) -> None:

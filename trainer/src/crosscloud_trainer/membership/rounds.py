@@ -175,6 +175,7 @@ class Rounds:
         """The cells that this rank owns are added: the bytes for each peer whose payload came in."""
         present = self._rounds[self.number]
         present.sent_results = results
+        present.payloads.clear()  # one that is sent again after this is kept until the round is forgotten, to no use
         for peer, body in results.items():
             self._send(peer, MessageType.RESULT, self.number, present, body)
 
@@ -319,9 +320,11 @@ class Rounds:
     def payloads(self) -> Mapping[Peer, Buffer]:
         return self._rounds[self.number].payloads
 
-    @property
-    def results(self) -> Mapping[Peer, Buffer]:
-        return self._rounds[self.number].results
+    def take_results(self) -> Mapping[Peer, Buffer]:
+        """All that were awaited, once."""
+        present = self._rounds[self.number]
+        taken, present.results = present.results, {}
+        return taken
 
     def awaited_payloads(self) -> set[int]:
         """Replicas whose announcement or payload is missing."""
