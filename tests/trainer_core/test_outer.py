@@ -74,17 +74,35 @@ def test_any_partition_of_the_state_gives_the_digest_that_numpy_computes(data):
         digest(index, shard, [torch.from_numpy(compact(v, index, shard)) for v in (weights, momentum)])
         for shard in layout.shards
     ]
-    assert sum(parts) % 2**64 == splitmix_sum(np.concatenate([weights, momentum]))
+    assert sum(parts) % 2**64 == keyed_sum(np.concatenate([weights, momentum]))
 
 
-def splitmix_sum(vector):
+def keyed_sum(vector):
+    numbers = np.arange(len(vector), dtype=np.uint64)
+    bits = vector.view(np.int32).astype(np.int64).view(np.uint64)
     with np.errstate(over="ignore"):
-        numbers = np.arange(len(vector), dtype=np.uint64)
-        bits = vector.view(np.int32).astype(np.int64).view(np.uint64)
-        state = numbers * np.uint64(0x9E3779B97F4A7C15) + bits * np.uint64(0xD1B54A32D192ED03)
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return int((state ^ (state >> np.uint64(31))).sum(dtype=np.uint64))
+        keys = (splitmix(numbers % np.uint64(4096)) | np.uint64(1)) * (
+            splitmix(np.uint64(4096) + numbers // np.uint64(4096)) | np.uint64(1)
+        )
+        return int((bits * keys).sum(dtype=np.uint64))
+
+
+def splitmix(number):
+    state = (number + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def test_the_numbers_behind_the_keys_are_those_of_splitmix64():
+    """From seed 0, as its authors' implementation gives them."""
+    with np.errstate(over="ignore"):
+        found = splitmix(np.arange(3, dtype=np.uint64))
+    assert [f"{number:016x}" for number in found.tolist()] == [
+        "e220a8397b1dcdaf",
+        "6e789e6aa1b965f4",
+        "06c45d188009454f",
+    ]
 
 
 def test_digests_show_a_single_bit_a_swap_and_a_sign_of_zero():

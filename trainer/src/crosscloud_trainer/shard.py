@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -11,6 +12,7 @@ from crosscloud_trainer.layout import Index, Interval
 
 DIGEST_BITS = 64
 _CHUNK = 1 << 18
+_ROW = 4096
 
 
 class Shard:
@@ -84,10 +86,10 @@ class Shard:
 def digest(index: Index, intervals: tuple[Interval, ...], vectors: list[torch.Tensor]) -> int:
     """Digest of one rank's parts of one or more full-model vectors; unsigned 64 bits.
 
-    `vectors` are compact flat fp32 tensors. The digest is the sum modulo 2**64, over all elements, of a mix
-    of the element's bits with its canonical number (the k-th vector's numbers follow the ones of the vector
-    before). So the sum over the ranks of a replica doesn't depend on how the elements are shared, and a swap
-    of two values shows.
+    `vectors` are compact flat fp32 tensors. The digest is the sum modulo 2**64, over all elements, of the element's
+    bits times an odd key of its canonical number (the k-th vector's numbers follow the ones of the vector before). So
+    the sum over the ranks of a replica doesn't depend on how the elements are shared, and a single bit or a swap of two
+    values shows.
     """
     found = Digest(index, intervals)
     for number, vector in enumerate(vectors):
@@ -114,7 +116,7 @@ class Digest:
         first += start - self._starts[place]
         bits = values.view(torch.int32)
         for low, high in _chunks(values.numel()):
-            part = _mixed(bits[low:high], first + low).sum()
+            part = _keyed_sum(bits[low:high], first + low)
             self._sum = part if self._sum is None else self._sum.add_(part)
 
     @property
@@ -122,21 +124,36 @@ class Digest:
         return 0 if self._sum is None else int(self._sum) % (1 << DIGEST_BITS)
 
 
-def _mixed(bits: torch.Tensor, first: int) -> torch.Tensor:
-    """64-bit mixes of 32-bit values with their numbers from `first`: the finaliser of SplitMix64 (Steele et
-    al. 2014).
+def _keyed_sum(bits: torch.Tensor, first: int) -> torch.Tensor:
+    """Sum of 32-bit values, numbered from `first`, times their keys.
 
-    int64 arithmetic wraps round, which makes it the unsigned arithmetic of the source; shifts need a mask, as
-    they copy the sign.
+    A number's key is that of its row of `_ROW` numbers times that of its place in it, so that most keys are made once.
+    int64 arithmetic wraps round, which makes it the unsigned arithmetic that is meant.
     """
-    numbers = torch.arange(first, first + bits.numel(), dtype=torch.int64, device=bits.device)
-    state = numbers.mul_(_signed(0x9E3779B97F4A7C15)).add_(bits.to(torch.int64).mul_(_signed(0xD1B54A32D192ED03)))
+    row, place = divmod(first, _ROW)
+    rows = -(-(place + bits.numel()) // _ROW)
+    values = torch.zeros(rows * _ROW, dtype=torch.int64, device=bits.device)
+    values[place : place + bits.numel()] = bits
+    sums = values.view(rows, _ROW).mul_(_place_keys(bits.device)).sum(dim=1)
+    return sums.mul_(_keys(_ROW + row, rows, bits.device)).sum()
+
+
+@cache
+def _place_keys(device: torch.device) -> torch.Tensor:
+    return _keys(0, _ROW, device)
+
+
+def _keys(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Numbers `first` to `first + count` of SplitMix64 (Steele et al. 2014) from seed 0, each made odd."""
+    state = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
+    state.mul_(_signed(0x9E3779B97F4A7C15))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state.bitwise_xor_(_shifted(state, shift)).mul_(_signed(factor))
-    return state.bitwise_xor_(_shifted(state, 31))
+    return state.bitwise_xor_(_shifted(state, 31)).bitwise_or_(1)
 
 
 def _shifted(state: torch.Tensor, bits: int) -> torch.Tensor:
+    """As of unsigned numbers: a shift of signed ones copies the sign."""
     return (state >> bits).bitwise_and_((1 << (DIGEST_BITS - bits)) - 1)
 
 
