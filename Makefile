@@ -11,7 +11,7 @@ WHEELS := $(wildcard ../shared/wheels)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(if $(WHEELS),--find-links $(WHEELS))
 
 help:  ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/ready  ## Install the three distributions and the tools into .venv
 
@@ -33,6 +33,9 @@ down: setup  ## Remove what `make demo` left up
 test: setup  ## Lint, unit tests, and the end-to-end tests on real clusters of their own (root, Linux)
 	@.ci/stages
 
+bench-engine: setup  ## Our engine against plain DeepSpeed, in turns (ARGS="--help" lists the sizes)
+	@$(BIN)/python benchmarks/engine.py $(ARGS)
+
 lint: setup  ## Format check, ruff, mypy strict, import-linter
 	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }
 	@$(BIN)/ruff check --quiet .
@@ -51,4 +54,4 @@ clean:  ## Remove .venv and the tools' caches (not the lab: make down)
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis demo
 	@find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup demo down test lint format lock clean
+.PHONY: help setup demo down test bench-engine lint format lock clean

@@ -313,9 +313,10 @@ class Engine:
             self._insides.share_gradients()
         limit = self._settings.clip_norm
         if limit is not None:
-            factor = min(1.0, limit / (self._norm + 1e-6))
-            for gradient in self._insides.all_gradients():
-                gradient.mul_(factor)
+            factor = limit / (self._norm + 1e-6)
+            if factor < 1:
+                for gradient in self._insides.all_gradients():
+                    gradient.mul_(factor)
         return True
 
     def _tell_skip(self, exchange: GradientExchange) -> None:

@@ -1,0 +1,23 @@
+"""The benchmark of the engine still runs, and both sides of it do the same. How fast is not for a test to say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ENGINE = Path(__file__).parents[2] / "benchmarks" / "engine.py"
+
+
+def test_both_sides_of_the_engine_benchmark_have_equal_losses():
+    size = {"layers": 1, "width": 32, "vocabulary": 64, "sequence": 8, "batch": 1, "pairs": 10, "window": 5}
+    options = [f"--{name}={value}" for name, value in size.items()]
+    done = subprocess.run(
+        [sys.executable, str(ENGINE), "--json", *options], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert result["losses_equal"]
+    assert result["losses"] == 12
+    assert result["size"].items() >= size.items()
+    assert result["round_ms"] > 0
+    assert result["overhead_interval"][0] <= result["overhead"] <= result["overhead_interval"][1]
