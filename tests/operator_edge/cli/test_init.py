@@ -85,6 +85,7 @@ def test_a_script_reads_its_configuration_itself(init: Init) -> None:
         ({"train_batch_size": "auto"}, 'train_batch_size: "auto" is filled in by the transformers Trainer'),
         ({"moe": {"enabled": True}}, "moe: has no counterpart in a manifest"),
         ({"a\nspec: 1": 1}, "has no counterpart in a manifest"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 0}}}, "optimizer.params.lr: with 0 nothing is learned"),
     ],
 )
 def test_what_is_not_taken_over_is_said_on_the_screen_and_in_the_file(
@@ -108,6 +109,10 @@ def test_what_is_not_taken_over_is_said_on_the_screen_and_in_the_file(
         ('{"train_batch_size": true}', "train_batch_size: found True; must be a whole number from 1"),
         ('{"zero_optimization": {"stage": 4}}', "zero_optimization.stage: found 4"),
         ('{"optimizer": {"type": "Adam", "params": {"lr": 11}}}', "spec.training.learningRate: found 11.0"),
+        ('{"bf16": {"enabled": 1}}', "bf16.enabled: found 1; must be true or false"),
+        pytest.param('{"gradient_clipping": 1%s}' % ("0" * 400), "gradient_clipping: found 1000", id="above floats"),
+        pytest.param('{"train_batch_size": 1%s}' % ("0" * 5000), "holds a value that can't be read", id="digits"),
+        pytest.param('{"\\ud800": 1}', "a manifest can't hold what stands there", id="half of a letter"),
     ],
 )
 def test_what_can_not_be_read_is_one_clear_message_and_no_file(init: Init, text: str, fault: str) -> None:
@@ -123,6 +128,18 @@ def test_all_faults_are_told_at_once(init: Init) -> None:
 def test_yaml_is_read_by_its_newer_rules(init: Init) -> None:
     init("optimizer: {type: AdamW, params: {lr: 3e-4}}")
     assert read_manifest(init.output).spec.training.learning_rate == 3e-4
+
+
+def test_names_in_yaml_that_are_no_text_are_told_like_others(init: Init) -> None:
+    said = init("optimizer: {type: Adam, params: {1: 2, a: b}}\nzero_optimization: {3: 4, c: 5}")
+    assert all(f"{name}: " in said for name in ("params.1", "params.a", "zero_optimization.3", "zero_optimization.c"))
+
+
+def test_a_script_may_have_any_name(init: Init) -> None:
+    init("{}", "--script", "école-😀.py")
+    script = read_manifest(init.output).spec.script
+    assert script is not None
+    assert script.file == "école-😀.py"
 
 
 def test_a_file_that_is_there_stays_unless_told(init: Init) -> None:

@@ -78,6 +78,8 @@ def parse(text: str) -> Mapping[str, Any]:
         data = _yaml(text)
     except RecursionError as fault:
         raise BadConfig("objects lie too deep in each other") from fault
+    except ValueError as fault:  # a number of thousands of digits
+        raise BadConfig(f"holds a value that can't be read: {fault}") from fault
     if not isinstance(data, Mapping):
         raise BadConfig("must hold one object, as deepspeed.initialize takes it")
     if wrong := [key for key in data if not isinstance(key, str)]:
@@ -109,6 +111,14 @@ def _yaml(text: str) -> Any:
         raise BadConfig(f"this is not valid YAML: {' '.join(str(fault).split())}") from fault
 
 
+def _finite(value: float) -> bool:
+    """Whether a float can hold it: whole numbers may be larger."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 class _Reader:
     """Takes fields out of the configuration one by one, collecting every fault."""
 
@@ -128,7 +138,7 @@ class _Reader:
         if value == _AUTO:
             taken.notes.append(f'{key}: "auto" is filled in by the transformers Trainer; set it in the manifest')
             return None
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        good = isinstance(value, int | float) and not isinstance(value, bool) and _finite(value)
         if good and whole and float(value).is_integer():
             value = int(value)
         if not good or (whole and not isinstance(value, int)) or value < least:
@@ -169,7 +179,7 @@ def _zero(reader: _Reader, taken: Taken) -> None:
         reader.faults.append(f"zero_optimization.stage: found {stage}; must be 0, 1, 2 or 3")
     taken.zero_stage = stage or 0
     zero.pop("stage", None)
-    for key in sorted(zero.keys() - _ZERO_SPEED):
+    for key in sorted(zero.keys() - _ZERO_SPEED, key=str):
         offload = isinstance(zero[key], Mapping) and zero[key].get("device") == "none"
         if not offload:
             taken.notes.append(f"zero_optimization.{key}: jobs train without it")
@@ -201,7 +211,7 @@ def _precision(reader: _Reader, taken: Taken) -> None:
     for key in ("bf16", "bfloat16", "fp16"):
         table = reader.table(key)
         enabled[key] = table.get("enabled", False)
-        if enabled[key] not in (True, False, _AUTO):
+        if not isinstance(enabled[key], bool) and enabled[key] != _AUTO:
             reader.faults.append(f"{key}.enabled: found {enabled[key]!r}; must be true or false")
     if enabled["fp16"] is True:
         taken.notes.append("fp16: jobs train in BF16 or FP32; BF16 was written, which needs no loss scaling")
@@ -223,11 +233,13 @@ def _optimizer(reader: _Reader, taken: Taken) -> None:
     decay = reader.number("optimizer.params.weight_decay", whole=False, least=0, taken=taken, below=given)
     if rate:
         taken.training["learningRate"] = (float(rate), "optimizer.params.lr")
+    elif rate is not None:
+        taken.notes.append("optimizer.params.lr: with 0 nothing is learned; set learningRate in the manifest")
     if decay is not None:
         taken.training["weightDecay"] = (float(decay), "optimizer.params.weight_decay")
     if kind.lower() not in _ADAM:
         taken.notes.append(f"optimizer.type: {kind}; a job's built-in training uses AdamW, a script whatever it likes")
-    for key in sorted(given.keys() - _ADAM_PARAMS):
+    for key in sorted(given.keys() - _ADAM_PARAMS, key=str):
         note = (
             "a job's built-in training uses 0.9 and 0.95" if key == "betas" else "a job's built-in training has its own"
         )
@@ -257,7 +269,7 @@ def _schedule(reader: _Reader, taken: Taken) -> None:
         taken.training["schedule"] = (known[kind.lower()], f"scheduler.type {kind}")
     else:
         taken.notes.append(f"scheduler.type: {kind}; schedules are Constant and Cosine")
-    for key in sorted(given.keys() - {"warmup_num_steps", "total_num_steps"}):
+    for key in sorted(given.keys() - {"warmup_num_steps", "total_num_steps"}, key=str):
         taken.notes.append(f"scheduler.params.{key}: the learning rate rises from 0 to learningRate in equal steps")
 
 
@@ -281,7 +293,10 @@ def render(taken: Taken, name: str, replicas: int, gpus: int, script: str | None
         "    codec: Int8  # 8 bits per value; what that loses is added to the next update",
     ]
     if script is not None:
-        lines += ["  script:  # it reads its DeepSpeed configuration itself", f"    file: {json.dumps(script)}"]
+        lines += [
+            "  script:  # it reads its DeepSpeed configuration itself",
+            f"    file: {json.dumps(script, ensure_ascii=False)}",
+        ]
     else:
         lines += [
             "  training:",
@@ -302,9 +317,10 @@ def render(taken: Taken, name: str, replicas: int, gpus: int, script: str | None
 
 def check(manifest: str) -> None:
     """Raises BadConfig with every value that a manifest doesn't take."""
-    spec = YAML(typ="safe", pure=True).load(manifest)["spec"]
     try:
-        read(JobSpec, spec, "spec")
+        read(JobSpec, YAML(typ="safe", pure=True).load(manifest)["spec"], "spec")
+    except YAMLError as fault:  # half of a letter, which stands in a name or in a text
+        raise BadConfig(f"a manifest can't hold what stands there: {' '.join(str(fault).split())}") from fault
     except InvalidDocument as fault:
         raise BadConfig(f"the manifest that follows from it can't be: {fault}") from fault
 
