@@ -16,19 +16,21 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def begun(folder: Path) -> Path:
-    (folder / "attempt-1" / "tls-0").mkdir(parents=True)
-    (folder / "attempt-1" / "tls-0" / "tls.key").write_text("secret")
+def begun(folder: Path, attempt: int = 1) -> Path:
+    (folder / f"attempt-{attempt}" / "tls-0").mkdir(parents=True)
+    (folder / f"attempt-{attempt}" / "tls-0" / "tls.key").write_text("secret")
     return folder
 
 
 def test_a_run_removes_what_dead_ones_left_and_leaves_the_living_alone(parent: Path) -> None:
     dead, older = begun(parent / "crosscloud-small-dead"), begun(parent / "crosscloud-other-job-x")
+    resumed = begun(parent / "crosscloud-small-resumed", attempt=3)  # a run that goes on counts on
     (dead / ".lock").touch()
     with work_folder("small", keep=False) as living:
         begun(living)
         with work_folder("small", keep=False) as second:
             assert not dead.exists()
+            assert not resumed.exists()
             assert not older.exists()  # without a lock: of a version that made none
             assert (living / "attempt-1" / "tls-0" / "tls.key").exists()
             assert second != living

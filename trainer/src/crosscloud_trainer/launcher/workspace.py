@@ -45,7 +45,7 @@ def remove_stale(parent: Path) -> None:
 def _is_ours(folder: Path) -> bool:
     """Whether a run of this user has begun in it: before its first attempt it may not have its lock yet."""
     owner = folder.lstat().st_uid
-    return owner == os.getuid() and not folder.is_symlink() and (folder / "attempt-1").is_dir()
+    return owner == os.getuid() and not folder.is_symlink() and any(folder.glob("attempt-*"))
 
 
 def _is_held(folder: Path) -> bool:
