@@ -11,7 +11,7 @@ from rich.console import Console
 from trainer.jobs import manifest, written
 
 from crosscloud_trainer.contract import REPORT_VERSION, Activity, Completion, Outcome, Progress, Report
-from crosscloud_trainer.launcher.display import render, sparkline, status_line, summary_lines
+from crosscloud_trainer.launcher.display import LiveDisplay, render, sparkline, status_line, summary_lines
 from crosscloud_trainer.launcher.manifest import read_manifest
 from crosscloud_trainer.launcher.state import RunState, Summary
 
@@ -139,6 +139,13 @@ def test_the_best_checkpoint_is_told_where_it_is_not_the_last_one(state: RunStat
     assert f"best one    {best} (the lowest validation loss)" in told
     assert not [line for line in told if line.startswith("try")]  # `generate` takes a folder
     assert not [line for line in summary_lines(replace(summary, best_checkpoint=last)) if line.startswith("best")]
+
+
+def test_a_path_on_a_terminal_is_shown_as_it_is(state: RunState) -> None:
+    out = StringIO()
+    summary = replace(Summary.of(state), result="/runs[red]/result[/x]", checkpoint="/runs[red]/manifest.json")
+    LiveDisplay(Console(file=out, width=200, highlight=False, force_terminal=True)).finish(summary)
+    assert "result      /runs[red]/result[/x]\n" in out.getvalue()
 
 
 def test_a_sparkline_runs_from_the_lowest_to_the_highest_value() -> None:

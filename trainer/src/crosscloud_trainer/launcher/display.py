@@ -151,7 +151,7 @@ class LiveDisplay:
     def finish(self, summary: Summary) -> None:
         self._live.stop()
         for line in summary_lines(summary):
-            self._console.print(line)
+            self._console.print(line, markup=False)
 
 
 def render(state: RunState, width: int) -> Panel:
