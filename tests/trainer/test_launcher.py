@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +70,17 @@ def test_lines_of_ranks_carry_their_number(tmp_path: Path) -> None:
     running, out = group(tmp_path, "print('one')", "import sys; print('two', file=sys.stderr)")
     assert running.wait(NEVER, nothing).code == 0
     assert sorted(out.getvalue().splitlines()) == ["[rank 0] one", "[rank 1] two"]
+
+
+def test_a_rank_goes_on_where_its_lines_can_not_be_written(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    environment = ranks.rank_environments(0, 1, 1, 0, ("127.0.0.1", 1), os.environ)[0]
+    environment[ERROR_FILE] = str(tmp_path / "error")
+    program = f"for n in range(3000): print('x' * 100, flush=True)\nopen({str(done)!r}, 'w').close()"
+    with suppress(OSError), Path("/dev/full").open("w") as full:  # closing it says once more that it is full
+        running = ranks.RankGroup([sys.executable, "-c", program], [environment], full)
+        assert running.wait(NEVER, nothing).code == 0
+    assert done.exists()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -107,7 +108,8 @@ class RankGroup:
     def _pump(self, rank: int, pipe: IO[bytes]) -> None:
         with pipe:
             for line in pipe:
-                with self._lock:
+                # a full disk, letters that it doesn't take: the line is lost, and not the rank that wrote it
+                with self._lock, contextlib.suppress(OSError, UnicodeError):
                     self._out.write(f"[rank {rank}] {line.decode(errors='replace').rstrip()}\n")
                     self._out.flush()
 
