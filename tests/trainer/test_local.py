@@ -207,6 +207,16 @@ def test_sigterm_ends_everything_and_leaves_no_process(tmp_path: Path) -> None:
     assert alive(below) == []
 
 
+def test_a_terminal_that_is_closed_ends_a_run_in_order(tmp_path: Path) -> None:
+    process = start_local(written(tmp_path, manifest(replicas=1, training={"tokens": "10M"})), tmp_path / "out")
+    wait_for(lambda: len(ranks_of(process.pid)) == 1, "a rank")
+    below = family(process.pid)
+    process.send_signal(signal.SIGHUP)
+    code, events, _ = finished(process)
+    assert (code, events[-1]["message"]) == (128 + signal.SIGHUP, "interrupted: all processes have ended")
+    assert alive(below) == []
+
+
 def test_the_death_of_the_launcher_takes_all_processes_with_it_and_the_next_run_its_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from trainer.jobs import manifest, record, wait_for, written
 
 from crosscloud_trainer import metrics
-from crosscloud_trainer.contract import Activity, Completion, Outcome, Progress, Report, StoredCheckpoint, read_json
+from crosscloud_trainer.contract import (
+    Acknowledged,
+    Activity,
+    Completion,
+    Outcome,
+    Progress,
+    Report,
+    StoredCheckpoint,
+    read_json,
+)
 from crosscloud_trainer.journal import KINDS, Journal, Wan, wan_of_vector, wan_vector
 from crosscloud_trainer.launcher.attempt import LocalJob, free_ports
 from crosscloud_trainer.launcher.manifest import read_manifest
+from crosscloud_trainer.launcher.record import JobRecord
 from crosscloud_trainer.reporting import Identity, Reporter, Stall, Status, StatusFile, read_status
 
 NEVER = lambda: False  # noqa: E731 - a constant function
@@ -261,3 +271,19 @@ def test_a_metrics_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
             metrics.serve(journal, run, 0, port)
     finally:
         server.close()
+
+
+def test_a_checkpoint_that_can_not_be_recorded_is_not_acknowledged_until_it_can(tmp_path: Path) -> None:
+    kept, acknowledged = record(tmp_path), tmp_path / "checkpoints.json"
+    stored = StoredCheckpoint("/x/attempt-1/home-1/step-4/manifest.json", "0" * 64, 4)
+    progress = Progress(step=4, total_steps=8, round=1, tokens=4, checkpoint=stored)
+    recorder = Recorder(interval=0.0)
+    Reporter(recorder, Identity(1, 0, 1), Status(home=1, progress=progress), print).complete(DONE, NEVER)
+    draft = tmp_path / ".job.json.part"
+    draft.mkdir()  # as good as a full disk
+    kept.see(recorder.reports, 2, acknowledged)
+    assert (kept.checkpoints, acknowledged.exists()) == ((), False)
+    draft.rmdir()
+    kept.see(recorder.reports, 2, acknowledged)
+    assert JobRecord.open(tmp_path, resume=True).checkpoints == (stored,)
+    assert read_json(Acknowledged, acknowledged.read_bytes()).checkpoints == (stored,)

@@ -92,9 +92,13 @@ class ConfigMapSink:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file's content so that a reader sees the old or the new text, never a part."""
+    """Replace a file's content so that a reader sees the old or the new text, never a part. Raises OSError."""
     draft = path.with_name(f".{path.name}.part")
-    draft.write_text(text)
+    try:
+        draft.write_text(text)
+    except OSError as fault:
+        fault.filename = fault.filename or str(path)  # a full disk doesn't say where it is
+        raise
     draft.replace(path)
 
 

@@ -10,7 +10,7 @@ import fcntl
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -34,7 +34,7 @@ _NEVER_RAN_LIMIT = 5  # attempts in a row that never started: on one machine, wa
 
 @dataclass
 class _Interrupt:
-    """Whether Ctrl-C or SIGTERM came."""
+    """Whether Ctrl-C, SIGTERM or the end of the terminal came."""
 
     number: int = 0
 
@@ -101,8 +101,10 @@ def _run_attempts(job: LocalJob, display: Display, files: EventFiles, interrupt:
             if code == ExitCode.SUCCEEDED:
                 best = best_of(job.record.checkpoints)
                 uri = best.uri if best is not None else None
-                summary = replace(Summary.of(state), report=str(page), best_checkpoint=uri)
-                page.write_text(report_page(state, summary), encoding="utf-8")
+                summary = replace(Summary.of(state), best_checkpoint=uri)
+                with suppress(OSError):  # a full disk: what was trained is stored
+                    page.write_text(report_page(state, summary), encoding="utf-8")
+                    summary = replace(summary, report=str(page))
                 display.finish(summary)
                 return code
             if interrupt.number:
@@ -166,7 +168,10 @@ def _end(pods: list[LocalPod]) -> None:
 @contextmanager
 def _interrupts() -> Iterator[_Interrupt]:
     noted = _Interrupt()
-    before = {number: signal.signal(number, noted.note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, noted.note) for number in numbers}
     try:
         yield noted
     finally:

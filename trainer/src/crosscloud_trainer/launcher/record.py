@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ class JobRecord:
 
     def __init__(self, path: Path, content: _Content) -> None:
         self._path, self._content = path, content
+        self._acknowledged: StoredCheckpoint | None = None
 
     @classmethod
     def new(cls, folder: Path, uid: str) -> JobRecord:
@@ -73,14 +75,20 @@ class JobRecord:
         self._save(replace(self._content, attempt=attempt))
 
     def see(self, reports: Iterable[Report], keep: int, acknowledged: Path) -> None:
-        """Remember the newest checkpoint of the present attempt's reports, then acknowledge it in a file."""
+        """Remember the newest checkpoint of the present attempt's reports, then acknowledge it in a file.
+
+        Where the disk is full the next call tries again; meanwhile older ones stay.
+        """
         told = [item.progress.checkpoint for item in reports if item.progress.checkpoint]
         newest = max(told, key=lambda item: item.step, default=None)
-        if newest is None or newest in self.checkpoints:
+        if newest is None or newest == self._acknowledged:
             return
-        self._save(replace(self._content, checkpoints=remembered(newest, self.checkpoints, keep)))
-        write_whole(acknowledged, dump_json(Acknowledged(self.checkpoints)))
+        with contextlib.suppress(OSError):
+            if newest not in self.checkpoints:
+                self._save(replace(self._content, checkpoints=remembered(newest, self.checkpoints, keep)))
+            write_whole(acknowledged, dump_json(Acknowledged(self.checkpoints)))
+            self._acknowledged = newest
 
     def _save(self, content: _Content) -> None:
-        self._content = content
         write_whole(self._path, dump_json(content))
+        self._content = content
