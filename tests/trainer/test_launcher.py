@@ -72,6 +72,14 @@ def test_lines_of_ranks_carry_their_number(tmp_path: Path) -> None:
     assert sorted(out.getvalue().splitlines()) == ["[rank 0] one", "[rank 1] two"]
 
 
+def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
+    running, out = group(tmp_path, "print('x' * 200_000)")
+    assert running.wait(NEVER, nothing).code == 0
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) < 100_000
+    assert "".join(line.removeprefix("[rank 0] ") for line in lines) == "x" * 200_000
+
+
 def test_a_rank_goes_on_where_its_lines_can_not_be_written(tmp_path: Path) -> None:
     done = tmp_path / "done"
     environment = ranks.rank_environments(0, 1, 1, 0, ("127.0.0.1", 1), os.environ)[0]
@@ -87,6 +95,11 @@ def test_a_rank_goes_on_where_its_lines_can_not_be_written(tmp_path: Path) -> No
     ("program", "code", "words"),
     [
         ("raise SystemExit(73)", 73, "rank 1 ended with exit code 73"),
+        (
+            "import nowhere",
+            1,
+            "rank 1 ended with exit code 1; its last line: ModuleNotFoundError: No module named 'nowhere'",
+        ),
         ("import os; os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL"),
         ("import os; os.kill(os.getpid(), 11)", 139, "rank 1 was killed by SIGSEGV"),
     ],

@@ -19,6 +19,8 @@ from crosscloud_trainer.environment import ERROR_FILE, PARENT, unfinished
 _EXPLAIN_SECONDS = 5.0  # how long a rank that lost a peer waits for that peer's own words
 _EARLY_SECONDS = 30.0  # how long others go on beside one that ended without an error, but too early
 _POLL_SECONDS = 0.05
+_LINE_BYTES = 2**16  # a longer line is cut, so that no rank fills this process's memory
+_LAST_LINE_LETTERS = 300
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class RankGroup:
         self._lock = threading.Lock()
         self._alive: dict[int, int] = {}  # process id -> rank
         self._errors: dict[int, Path] = {}
+        self._last_lines: dict[int, str] = {}
         self._pumps: list[threading.Thread] = []
         for environment in environments:
             self._start(command, environment)
@@ -107,10 +110,13 @@ class RankGroup:
 
     def _pump(self, rank: int, pipe: IO[bytes]) -> None:
         with pipe:
-            for line in pipe:
+            while data := pipe.readline(_LINE_BYTES):
+                line = data.decode(errors="replace").rstrip()
+                if line:
+                    self._last_lines[rank] = line
                 # a full disk, letters that it doesn't take: the line is lost, and not the rank that wrote it
                 with self._lock, contextlib.suppress(OSError, UnicodeError):
-                    self._out.write(f"[rank {rank}] {line.decode(errors='replace').rstrip()}\n")
+                    self._out.write(f"[rank {rank}] {line}\n")
                     self._out.flush()
 
     def wait(self, stopped: Callable[[], bool], tick: Callable[[], None], grace: float = 20.0) -> RankExit:
@@ -167,7 +173,8 @@ class RankGroup:
         if code > 128:
             name = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else str(code - 128)
             return f"rank {rank} was killed by {name}"
-        return f"rank {rank} ended with exit code {code}"
+        last = self._last_lines.get(rank, "")[:_LAST_LINE_LETTERS]  # of a traceback, what was raised
+        return f"rank {rank} ended with exit code {code}" + (f"; its last line: {last}" if last else "")
 
     def _reap(self) -> dict[int, int]:
         """Exit codes of ranks that ended. Orphans are reaped too, since in a container this process is PID 1."""
