@@ -72,6 +72,13 @@ def test_lines_of_ranks_carry_their_number(tmp_path: Path) -> None:
     assert sorted(out.getvalue().splitlines()) == ["[rank 0] one", "[rank 1] two"]
 
 
+def test_a_rank_without_room_for_its_message_says_it_in_its_last_line(tmp_path: Path) -> None:
+    leave = "from crosscloud_trainer.environment import leave_message as leave; import os"
+    full = f"{leave}; leave({{'{ERROR_FILE}': '/dev/full'}}, 'why'); os._exit(3)"
+    running, _ = group(tmp_path, full)
+    assert running.wait(NEVER, nothing).message == "rank 0 ended with exit code 3; its last line: error: why"
+
+
 def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
     running, out = group(tmp_path, "print('x' * 200_000)")
     assert running.wait(NEVER, nothing).code == 0

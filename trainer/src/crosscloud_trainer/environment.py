@@ -224,7 +224,14 @@ def end_training(environ: Mapping[str, str]) -> None:
 
 
 def leave_message(environ: Mapping[str, str], message: str) -> None:
-    """Tell the launcher why this rank ends; it may read that even after a SIGKILL of the pod's other ranks."""
+    """Tell the launcher why this rank ends; it may read that even after a SIGKILL of the pod's other ranks.
+
+    On a full disk it is said in the log: it may never hold up the end.
+    """
     path = environ.get(ERROR_FILE)
-    if path is not None:
+    if path is None:
+        return
+    try:
         Path(path).write_text(message)
+    except OSError:
+        sys.stderr.write(f"error: {message}\n")
