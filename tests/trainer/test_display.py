@@ -131,6 +131,34 @@ def test_the_summary_has_the_way_to_try_the_result(state: RunState) -> None:
     assert "crosscloud-trainer generate /x/result --prompt" in told
 
 
+def test_what_is_printed_to_be_pasted_stands_on_one_line_of_a_narrow_terminal(state: RunState) -> None:
+    console = Console(file=StringIO(), width=60, force_terminal=True)
+    with LiveDisplay(console) as display:
+        display.progress(state)
+        display.finish(replace(Summary.of(state), result="/x/[a] folder/result", checkpoint="/x/manifest.json"))
+    printed = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line for line in printed if "generate /x/[a] folder/result --prompt 'def ' --tokens 200" in line]
+
+
+def test_why_a_run_has_ended_stands_below_its_last_picture(state: RunState) -> None:
+    console = Console(file=StringIO(), width=60, force_terminal=True)
+    with LiveDisplay(console) as display:
+        display.progress(state)
+        display.failure(state, "rank 0 of replica 1 was killed, and its last words are longer than a line", last=True)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert printed.rindex("╯") < printed.index(
+        "error: attempt 1 ended: rank 0 of replica 1 was killed, and its last words"
+    )
+
+
+def test_the_summary_of_a_run_that_went_on_says_which_numbers_are_of_its_last_attempt(state: RunState) -> None:
+    state.see(0, report(0, 8, loss=2.0, first_loss=5.0, wan_bytes_sent=2_000_000, dense_bytes=80_000_000))
+    first, loss, wan, *_ = summary_lines(replace(Summary.of(state), attempts=3, seconds=61))
+    assert first.endswith(": 8 steps, 800 tokens, attempt 3 took 1:01")
+    assert "(its first step's → mean of the last 10" in loss
+    assert "2.0 MB sent by this attempt; dense fp32 at every step: 80.0 MB" in wan
+
+
 def test_the_best_checkpoint_is_told_where_it_is_not_the_last_one(state: RunState) -> None:
     last, best = "s3://models/x/step-8/manifest.json", "s3://models/x/step-4/manifest.json"
     summary = replace(Summary.of(state), result="s3://models/x/result", checkpoint=last, best_checkpoint=best)

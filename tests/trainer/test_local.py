@@ -198,6 +198,8 @@ def test_sigterm_ends_everything_and_leaves_no_process(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     code, events, _ = finished(process)
     assert code == ExitCode.TERMINATED
+    (stopping,) = (event for event in events if event["event"] == "stopping")
+    assert stopping["message"].startswith("interrupted: the replicas stop after this round, with a checkpoint; at most")
     assert events[-1] == {
         "event": "failure",
         "attempt": 1,

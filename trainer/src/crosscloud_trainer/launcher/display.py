@@ -31,12 +31,15 @@ _COLOURS = {"compute": "green", "exchange": "blue", "waiting": "yellow", "bubble
 
 
 class Display(Protocol):
-    """Told what happens, in this order: attempt, progress (often), then failure or finish."""
+    """Told what happens, in this order: attempt, progress (often), stopping where it is interrupted, then failure or
+    finish.
+    """
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
     def attempt(self, state: RunState) -> None: ...
     def progress(self, state: RunState) -> None: ...
+    def stopping(self, message: str) -> None: ...
     def failure(self, state: RunState, message: str, *, last: bool) -> None: ...
     def finish(self, summary: Summary) -> None: ...
 
@@ -70,6 +73,9 @@ class JsonLines:
             if self._seen.get(replica) != report.rank:
                 self._seen[replica] = report.rank
                 self._emit("report", **dump(report))
+
+    def stopping(self, message: str) -> None:
+        self._emit("stopping", message=message)
 
     def failure(self, state: RunState, message: str, *, last: bool) -> None:
         self._emit("failure", attempt=state.attempt, message=message, last=last)
@@ -109,6 +115,9 @@ class PlainLines:
             self._last_line = line
             self._write(line)
 
+    def stopping(self, message: str) -> None:
+        self._write(message)
+
     def failure(self, state: RunState, message: str, *, last: bool) -> None:
         self._write(
             f"error: attempt {state.attempt} ended: {message}" + ("" if last else "\nstarting the next attempt")
@@ -143,15 +152,20 @@ class LiveDisplay:
     def progress(self, state: RunState) -> None:
         self._live.update(render(state, self._console.width))
 
+    def stopping(self, message: str) -> None:
+        self._console.print(Text(message, style="yellow"), soft_wrap=True)
+
     def failure(self, state: RunState, message: str, *, last: bool) -> None:
-        self._console.print(Text(f"error: attempt {state.attempt} ended: {message}", style="red"))
+        if last:
+            self._live.stop()  # what is printed now stands below the last picture
+        self._console.print(Text(f"error: attempt {state.attempt} ended: {message}", style="red"), soft_wrap=True)
         if not last:
             self._console.print("starting the next attempt")
 
     def finish(self, summary: Summary) -> None:
         self._live.stop()
         for line in summary_lines(summary):
-            self._console.print(line, markup=False)
+            self._console.print(Text(line), soft_wrap=True)  # a command of two lines can't be pasted
 
 
 def render(state: RunState, width: int) -> Panel:
@@ -172,7 +186,7 @@ def render(state: RunState, width: int) -> Panel:
         parts.append(Text.assemble(("state  ", "bold"), (agreement, "red" if "DIFFERENT" in agreement else "green")))
     title = f"[bold]{state.manifest.name}[/bold], attempt {state.attempt}"
     left = state.seconds_left()
-    clock = duration(state.seconds) + (f", about {duration(left)} left" if left is not None else "")
+    clock = duration(state.seconds) + (f", about {duration(left)} left" if left else "")
     return Panel(Group(*parts), title=title, title_align="left", subtitle=clock, subtitle_align="right", width=width)
 
 
@@ -189,7 +203,7 @@ def _replica_row(state: RunState, replica: int, width: int) -> list[Any]:
         bar if total or done else Text("·" * room, style="dim"),
         f"{done}/{total or '?'}",
         f"loss {progress.loss:.3f}" if progress and progress.loss is not None else "",
-        f"{progress.tokens_per_second:,.0f} tokens/s" if progress and done else "",
+        f"{progress.tokens_per_second:,.0f} tokens/s" if progress and progress.tokens_per_second else "",
         Text(activity_words(state, replica), style="yellow" if waiting else "dim"),
     ]
 
@@ -226,10 +240,11 @@ def status_line(state: RunState) -> str:
 
 def summary_lines(summary: Summary) -> list[str]:
     """What a newcomer wants to know at the end, and what to try next."""
-    took = f"{summary.attempts} attempt(s), {duration(summary.seconds)}"
+    alone = summary.attempts == 1
+    took = f"{'' if alone else f'attempt {summary.attempts} took '}{duration(summary.seconds)}"
     lines = [f"{summary.name}: {summary.steps} steps, {summary.tokens:,} tokens, {took}"]
     if summary.first_loss is not None and summary.last_loss is not None:
-        means = f"the first step's → mean of the last {LOSS_STEPS}"
+        means = f"{'the' if alone else 'its'} first step's → mean of the last {LOSS_STEPS}"
         lines.append(f"loss        {summary.first_loss:.3f} → {summary.last_loss:.3f} ({means}, in training)")
     if summary.validation_loss is not None:
         lines.append(
@@ -240,7 +255,10 @@ def summary_lines(summary: Summary) -> list[str]:
         lines.append(f"best        {summary.best_validation_loss:.3f} after step {summary.best_step}")
     if summary.ratio is not None:
         sent, dense = bytes_text(summary.wan_bytes), bytes_text(summary.dense_bytes)
-        lines.append(f"WAN         {sent} sent; dense fp32 at every step: {dense}, {summary.ratio:,.0f} times as much")
+        who = "" if alone else " by this attempt"
+        lines.append(
+            f"WAN         {sent} sent{who}; dense fp32 at every step: {dense}, {summary.ratio:,.0f} times as much"
+        )
     if summary.digests_equal is not None:
         word = "equal in all replicas" if summary.digests_equal else "DIFFERENT"
         lines.append(f"digests     {word} after {summary.rounds} rounds")

@@ -97,7 +97,7 @@ def _run_attempts(job: LocalJob, display: Display, files: EventFiles, interrupt:
         while True:
             state.next_attempt()
             display.attempt(state)
-            code, message = _run_attempt(job, state, tell, interrupt)
+            code, message = _run_attempt(job, state, tell, lambda: display.stopping(_stopping(spec)), interrupt)
             if code == ExitCode.SUCCEEDED:
                 best = best_of(job.record.checkpoints)
                 uri = best.uri if best is not None else None
@@ -118,18 +118,31 @@ def _run_attempts(job: LocalJob, display: Display, files: EventFiles, interrupt:
                 return code
 
 
-def _run_attempt(job: LocalJob, state: RunState, tell: Callable[[], None], interrupt: _Interrupt) -> tuple[int, str]:
+def _run_attempt(
+    job: LocalJob,
+    state: RunState,
+    tell: Callable[[], None],
+    tell_stopping: Callable[[], None],
+    interrupt: _Interrupt,
+) -> tuple[int, str]:
     """Exit code and message of one attempt. No process of it is left."""
     with ExitStack() as held:
         pods = job.start(state.attempt, held)
+
+        def see() -> None:
+            _see(job, state, pods)
+            tell()
+
         held.callback(_see, job, state, pods)  # a last checkpoint, once they have ended
         held.callback(_end, pods)
         while True:
             if interrupt.number:
+                tell_stopping()
+                _end(pods, see)
+                see()
                 return ExitCode.TERMINATED, "interrupted"
             codes = {pod.place: pod.exit_code() for pod in pods}
-            _see(job, state, pods)
-            tell()
+            see()
             lost = [pod for pod in pods if codes[pod.place]]
             if lost:
                 first = lost[0]
@@ -148,6 +161,12 @@ def _see(job: LocalJob, state: RunState, pods: list[LocalPod]) -> None:
     job.record.see(state.reports.values(), job.manifest.spec.checkpoint.keep, acknowledged)
 
 
+def _stopping(spec: JobSpec) -> str:
+    """What follows an interruption, which may take a while."""
+    then = "stop after this round, with a checkpoint" if spec.training else "are told to end"
+    return f"interrupted: the replicas {then}; at most {_GRACE_SECONDS:.0f} seconds"
+
+
 def _interrupted(job: LocalJob) -> str:
     if not job.record.checkpoints:
         return "interrupted: all processes have ended"
@@ -155,12 +174,16 @@ def _interrupted(job: LocalJob) -> str:
     return f"interrupted: all processes have ended; --resume goes on after step {step}"
 
 
-def _end(pods: list[LocalPod]) -> None:
+def _end(pods: list[LocalPod], see: Callable[[], None] = lambda: None) -> None:
+    """All processes end, by force after a while; `see` is called as long as they take."""
     for pod in pods:
         pod.end(signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_SECONDS
+    while any(pod.exit_code() is None for pod in pods) and time.monotonic() < deadline:
+        see()
+        time.sleep(_POLL_SECONDS)
     for pod in pods:
-        if not pod.wait(max(0.0, deadline - time.monotonic())):
+        if not pod.wait(0.0):
             pod.end(signal.SIGKILL)  # its ranks go with it, by the kernel's word
             pod.wait(_GRACE_SECONDS)
 
