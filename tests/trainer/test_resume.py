@@ -150,16 +150,20 @@ def test_resume_without_a_checkpoint_says_so(tmp_path: Path) -> None:
 
 def test_a_model_folder_of_any_checkpoint_is_exported(runs: dict[str, Run], tmp_path: Path) -> None:
     run = runs["end resumed"]
-    result, (last, before, *_) = run.out / "result", (item["uri"] for item in run.checkpoints)
-    for name, uri in (("last", last), ("before", before)):
-        subprocess.run([*TRAINER, "export", str(result), uri, str(tmp_path / name)], check=True, capture_output=True)
+    result, (last, before, *_) = run.out / "result", run.checkpoints
+    for name, item in (("last", last), ("before", before)):
+        command = [*TRAINER, "export", str(result), item["uri"], str(tmp_path / name)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == (f"{tmp_path / name}: the model after step {item['step']}\n", "")
+    assert export(result, str(Path(before["uri"]).parent), tmp_path / "by folder") == before["step"]
     weights = {name: load_file(tmp_path / name / "model.safetensors") for name in ("last", "before")}
     kept = load_file(result / "model.safetensors")
     assert {name: values.tolist() for name, values in weights["last"].items()} == {
         n: v.tolist() for n, v in kept.items()
     }
     assert any(not torch.equal(kept[name], values) for name, values in weights["before"].items())
-    assert json.loads((tmp_path / "before" / "crosscloud.json").read_text())["checkpoint"] == before
+    assert json.loads((tmp_path / "before" / "crosscloud.json").read_text())["checkpoint"] == before["uri"]
+    assert json.loads((tmp_path / "by folder" / "crosscloud.json").read_text())["checkpoint"] == before["uri"]
     assert {path.name for path in (tmp_path / "before").iterdir()} == {path.name for path in result.iterdir()}
 
 

@@ -60,7 +60,10 @@ def local(
     storage: str | None,
     tensorboard: bool,
 ) -> None:
-    """Run the job of MANIFEST on this machine: a group of processes for each replica, mutual TLS between them."""
+    """Run the job of MANIFEST on this machine.
+
+    It starts a group of processes for each replica, which exchange updates over mutual TLS on loopback.
+    """
     from crosscloud_trainer.launcher.local import run_local
 
     def run() -> int:
@@ -80,7 +83,10 @@ def local(
 
 @main.command()
 def pod() -> None:
-    """Run one pod of an attempt; the operator's environment says which."""
+    """Run one pod of a job, as the operator asks.
+
+    Its environment says which one.
+    """
     from crosscloud_trainer.launcher.pod import run_pod
 
     _explained(lambda: run_pod(os.environ))
@@ -91,13 +97,18 @@ def pod() -> None:
 @click.argument("checkpoint")
 @click.argument("out", type=click.Path(path_type=Path))
 def export(result: Path, checkpoint: str, out: Path) -> None:
-    """Write the model of a job at CHECKPOINT, the best one for example, to the folder OUT.
+    """Make a model folder OUT of a CHECKPOINT.
 
-    RESULT is the job's result folder, CHECKPOINT the address of a manifest.json as `status.checkpoints[].uri` has it.
+    RESULT is the job's result folder, CHECKPOINT the address of a manifest.json as `status.checkpoints[].uri` and the
+    summary of a local run have it: that of the best one, for example.
     """
     from crosscloud_trainer.export import export as export_model
 
-    _explained(lambda: export_model(result, checkpoint, out))
+    def write() -> None:
+        step = export_model(result, checkpoint, out)
+        click.echo(f"{out}: the model after step {step}")
+
+    _explained(write)
 
 
 @main.command()
@@ -115,7 +126,10 @@ def export(result: Path, checkpoint: str, out: Path) -> None:
     help="How freely it draws: 0 takes the likeliest token each time, 1 draws as the model thinks.",
 )
 def generate(folder: Path, prompt: str, tokens: int, seed: int, temperature: float) -> None:
-    """Write text with the model in DIR, the `result` folder of a run."""
+    """Write text with the model in DIR.
+
+    DIR is the `result` folder of a run, or one that `export` or `crosscloud fetch` has made.
+    """
     from crosscloud_trainer.generate import generate as generate_text
 
     def write() -> None:
