@@ -74,6 +74,31 @@ def test_a_script_reads_its_configuration_itself(init: Init) -> None:
     assert (spec.script.file, spec.training, spec.replica.zero_stage) == ("/app/train.py", None, 2)
 
 
+def test_of_a_script_s_configuration_it_says_what_a_job_refuses_and_nothing_else(init: Init) -> None:
+    init.spec(
+        {
+            "optimizer": {"type": "Lamb", "params": {"betas": [0.8, 0.9]}},
+            "fp16": {"enabled": True},
+            "zero_optimization": {
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "none"},
+            },
+            "moe": {"enabled": True},
+        },
+        "--script",
+        "train.py",
+    )
+    notes = [line for line in init.said.splitlines() if line.startswith("refused in a job: ")]
+    assert [note.split(": ")[1] for note in notes] == ["optimizer", "fp16", "zero_optimization.offload_optimizer"]
+    assert "not taken over" not in init.said
+    assert all(note[1:] in init.output.read_text() for note in notes)
+
+
+def test_betas_that_the_built_in_training_has_too_are_no_loss(init: Init) -> None:
+    init.spec({"optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}}})
+    assert "not taken over" not in init.said
+
+
 @pytest.mark.parametrize(
     ("config", "note"),
     [
@@ -105,7 +130,7 @@ def test_what_is_not_taken_over_is_said_on_the_screen_and_in_the_file(
         ("[1]", "must hold one object"),
         ("a: b: c", "this is not valid YAML"),
         ("1: 2", "found 1 as the name of a field"),
-        ('{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}', "train_batch_size: found 7; must be"),
+        ('{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}', "(2 x 1); --gpus says how many GPUs"),
         ('{"train_batch_size": true}', "train_batch_size: found True; must be a whole number from 1"),
         ('{"zero_optimization": {"stage": 4}}', "zero_optimization.stage: found 4"),
         ('{"optimizer": {"type": "Adam", "params": {"lr": 11}}}', "spec.training.learningRate: found 11.0"),

@@ -35,6 +35,7 @@ _MUTE = frozenset(
 )  # of no weight for what is trained, or DeepSpeed's own business
 _ADAM = frozenset({"adam", "adamw"})
 _ADAM_PARAMS = frozenset({"lr", "weight_decay", "torch_adam", "adam_w_mode"})
+_BETAS = [0.9, 0.95]  # of the built-in training
 _ZERO_SPEED = frozenset(
     {
         "overlap_comm",
@@ -199,7 +200,10 @@ def _batch(reader: _Reader, taken: Taken, gpus: int) -> None:
         micro = whole // ((steps or 1) * gpus)
     if micro is None or whole % (micro * gpus) or (steps is not None and micro * steps * gpus != whole):
         said = " x ".join(str(part) for part in (micro, steps, gpus) if part is not None)
-        reader.faults.append(f"train_batch_size: found {whole}; must be micro-batch x accumulation x GPUs ({said})")
+        reader.faults.append(
+            f"train_batch_size: found {whole}; must be micro-batch x accumulation x GPUs ({said}); "
+            "--gpus says how many GPUs a replica has"
+        )
         return
     source = f"{micro} a GPU x {whole // micro // gpus} accumulated x {gpus} GPUs"
     taken.training["batchSize"] = (whole, f"sequences of a replica in a step: {source}")
@@ -240,9 +244,10 @@ def _optimizer(reader: _Reader, taken: Taken) -> None:
     if kind.lower() not in _ADAM:
         taken.notes.append(f"optimizer.type: {kind}; a job's built-in training uses AdamW, a script whatever it likes")
     for key in sorted(given.keys() - _ADAM_PARAMS, key=str):
-        note = (
-            "a job's built-in training uses 0.9 and 0.95" if key == "betas" else "a job's built-in training has its own"
-        )
+        if key == "betas" and given[key] == _BETAS:
+            continue
+        uses = f"uses {_BETAS[0]} and {_BETAS[1]}" if key == "betas" else "has its own"
+        note = f"a job's built-in training {uses}"
         taken.notes.append(f"optimizer.params.{key}: {note}")
 
 
@@ -273,11 +278,30 @@ def _schedule(reader: _Reader, taken: Taken) -> None:
         taken.notes.append(f"scheduler.params.{key}: the learning rate rises from 0 to learningRate in equal steps")
 
 
-def render(taken: Taken, name: str, replicas: int, gpus: int, script: str | None) -> str:
-    """The manifest's text."""
+def refused(data: Mapping[str, Any]) -> list[str]:
+    """What a script's engine may not have in a job, each with what to do; the rest stays the script's own."""
+    notes = []
+    if data.get("optimizer"):
+        notes.append("optimizer: DeepSpeed would make it; build it in the script, wrap it and leave this out")
+    if _table(data, "fp16").get("enabled") is True:
+        notes.append("fp16: loss scaling is each replica's own; use bf16 or fp32")
+    zero = _table(data, "zero_optimization")
+    for key in ("offload_optimizer", "offload_param"):
+        if zero.get(key) and _table(zero, key).get("device") != "none":
+            notes.append(f"zero_optimization.{key}: leave it out")
+    return notes
+
+
+def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = data.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def render(taken: Taken, notes: list[str], name: str, replicas: int, gpus: int, script: str | None) -> str:
+    """The manifest's text, with the notes at its top."""
     lines = [
         "# Made by `crosscloud init` from a DeepSpeed configuration.",
-        *(f"# Not taken over: {' '.join(note.split())}" for note in taken.notes),
+        *(f"# {note[0].upper()}{note[1:]}" for note in notes),
         "apiVersion: crosscloud.dev/v1alpha1",
         "kind: CrossCloudTrainingJob",
         "metadata:",

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from crosscloud_operator.cli.common import Failed, checked_name
-from crosscloud_operator.cli.dsconfig import BadConfig, check, converted, parse, render
+from crosscloud_operator.cli.dsconfig import BadConfig, check, converted, parse, refused, render
 
 
 @click.command()
@@ -42,7 +42,10 @@ from crosscloud_operator.cli.dsconfig import BadConfig, check, converted, parse,
 )
 @click.option("--force", is_flag=True, help="Overwrite the output where it exists.")
 def init(source: Path, name: str, replicas: int, gpus: int, script: str | None, output: Path, force: bool) -> None:
-    """Write a commented manifest from a DeepSpeed configuration, and tell what it could not take over."""
+    """Write a commented manifest from a DeepSpeed configuration.
+
+    It tells what could not be taken over, or with --script what a job refuses.
+    """
     try:
         text = source.read_text(encoding="utf-8")
     except OSError as fault:
@@ -50,8 +53,11 @@ def init(source: Path, name: str, replicas: int, gpus: int, script: str | None, 
     except UnicodeDecodeError as fault:
         raise Failed(f"--deepspeed-config: {source} is not UTF-8 text") from fault
     try:
-        taken = converted(parse(text), gpus)
-        manifest = render(taken, name, replicas, gpus, script)
+        config = parse(text)
+        taken = converted(config, gpus)
+        what, found = ("refused in a job", refused(config)) if script else ("not taken over", taken.notes)
+        notes = [f"{what}: {' '.join(note.split())}" for note in found]
+        manifest = render(taken, notes, name, replicas, gpus, script)
         check(manifest)
     except BadConfig as fault:
         raise Failed(f"--deepspeed-config: {source}: {fault}") from fault
@@ -62,8 +68,8 @@ def init(source: Path, name: str, replicas: int, gpus: int, script: str | None, 
         raise Failed(f"--output: {output} exists; name another file, or overwrite it with --force") from fault
     except OSError as fault:
         raise Failed(f"--output: {output} can't be written: {fault.strerror}") from fault
-    for note in taken.notes:
-        click.echo(f"not taken over: {note}", err=True)
-    click.echo(f"{output}: look through it, set storage.uri{'' if script else ', model and data'}, then")
+    for note in notes:
+        click.echo(note, err=True)
+    click.echo(f"{output} is written: look through it, set storage.uri{'' if script else ', model and data'}, then")
     click.echo(f"  crosscloud-trainer local {output}     on this machine")
     click.echo(f"  kubectl apply -n NAMESPACE -f {output}     on your clusters")
