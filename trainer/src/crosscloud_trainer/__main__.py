@@ -28,6 +28,7 @@ def _explained(action: Callable[[], int | None]) -> None:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="crosscloud-trainer", prog_name="crosscloud-trainer")
 def main() -> None:
     """Train one model over several clusters.
 
