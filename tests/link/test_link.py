@@ -236,6 +236,17 @@ def test_an_end_as_it_should_be_brings_all_acknowledgements_and_no_complaint(
     assert not [record for record in caplog.records if "lost the link" in record.getMessage()]
 
 
+def test_a_peer_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    yard = Yard(tmp_path)
+    with yard.link(0) as zero, yard.link(1) as one:
+        zero.connect(ONE)
+        zero.send(ONE, Message(MessageType.PREPARED, b"in time"))
+        assert take(one).head == b"in time"
+        one.close()
+        zero.send(ONE, Message(MessageType.PREPARED, b"too late"))
+        assert zero.flush(DEADLINE)
+
+
 def test_a_lost_link_and_its_return_are_told_once_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     yard = Yard(tmp_path)
     with crossed(yard) as (road, zero, one):

@@ -68,6 +68,7 @@ class Channel:
         self.last_fault = "not dialled yet"
         self.connections = 0
         self.ending = False
+        self.peer_ended = False  # it has said so, and no other process of it has come since
         self._settings = settings
         self._deliver = deliver
         self._check_room = check_room
@@ -91,6 +92,7 @@ class Channel:
         if self._wire is not None:
             self._wire.abort()
         self._wire = wire
+        self.peer_ended = False
         self.connections += 1
         self._changed()
         return restarted
@@ -144,6 +146,7 @@ class Channel:
             if header.type is FrameType.REFUSE:
                 raise PeerRefused(read_refusal(body))
             if header.type is FrameType.BYE:
+                self.peer_ended = True
                 raise PeerEnded("the peer has ended")
             if header.type is FrameType.HELLO:
                 raise FrameError("garbage", "a second handshake on one connection")

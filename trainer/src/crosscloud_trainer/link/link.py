@@ -174,10 +174,10 @@ class Link:
             return event
 
     def flush(self, seconds: float) -> bool:
-        """Waits until peers have all that was sent; whether they have."""
+        """Waits until each peer has all that was sent, or has ended; whether that came in time."""
         with self._changed:
             try:
-                self._wait(lambda: not any(self._pending(p) for p in (*self._handed, *self._channels)), seconds)
+                self._wait(lambda: not any(map(self._awaited, (*self._handed, *self._channels))), seconds)
             except TimeoutError:
                 return False
             return True
@@ -233,6 +233,10 @@ class Link:
     def _pending(self, peer: RankId) -> int:
         channel = self._channels.get(peer)
         return self._handed.get(peer, 0) + (channel.session.pending_bytes if channel else 0)
+
+    def _awaited(self, peer: RankId) -> bool:
+        channel = self._channels.get(peer)
+        return self._pending(peer) > 0 and not (channel and channel.peer_ended)
 
     def _add(self, event: Event) -> None:
         self._events.append(event)
