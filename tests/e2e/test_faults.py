@@ -10,7 +10,7 @@ from cloud import Cloud, tiny_job, wait_for
 
 
 def test_a_killed_pod_ends_the_attempt_and_the_next_one_goes_on_from_the_checkpoint(cloud: Cloud) -> None:
-    cloud.apply("hub", tiny_job("mortal", replicas=2, gpus=2, tokens=300_000, checkpoint={"everySteps": 20}))
+    cloud.apply("hub", tiny_job("mortal", replicas=2, gpus=2, tokens=150_000, checkpoint={"everySteps": 20}))
     wait_for("a checkpoint", lambda: cloud.job("mortal").get("status", {}).get("checkpoints"), seconds=400)
     victim = cloud.pods("mortal", "east") or cloud.pods("mortal", "west")
     where = "east" if cloud.pods("mortal", "east") else "west"
