@@ -171,10 +171,17 @@ def test_an_export_that_makes_no_sense_is_one_line_by_the_name_of_its_argument(
     runs: dict[str, Run], tmp_path: Path
 ) -> None:
     result, uri = runs["end resumed"].out / "result", runs["end resumed"].checkpoints[0]["uri"]
-    new = tmp_path / "new"
+    new, broken, other = tmp_path / "new", tmp_path / "broken", tmp_path / "other"
+    broken.mkdir()
+    other.mkdir()
+    for path in (broken / "crosscloud.json", other / "manifest.json"):
+        path.write_text("[]")
+    before = sorted(tmp_path.rglob("*"))
     for arguments, said in (
         ((tmp_path, uri, new), "RESULT: "),
-        ((result, "nowhere", new), "CHECKPOINT: nowhere isn't there; give an address of"),
+        ((broken, uri, new), "RESULT: "),
+        ((result, "nowhere", new), "CHECKPOINT: nowhere is no manifest.json that is there; give an address of"),
+        ((result, f"{other}/manifest.json", new), f"CHECKPOINT: {other}/manifest.json doesn't go with"),
         ((result, runs["end whole"].checkpoints[0]["uri"], new), "CHECKPOINT: "),
         ((result, uri, tmp_path), f"OUT: {tmp_path} is there already"),
     ):
@@ -182,4 +189,14 @@ def test_an_export_that_makes_no_sense_is_one_line_by_the_name_of_its_argument(
             export(*arguments)
         assert fault.value.code == ExitCode.INVALID_INPUT
         assert len(str(fault.value).splitlines()) == 1
-        assert not list(tmp_path.iterdir()), "nothing half made"
+        assert sorted(tmp_path.rglob("*")) == before, "nothing half made"
+
+
+def test_an_export_touches_nothing_beside_its_folder(runs: dict[str, Run], tmp_path: Path) -> None:
+    run = runs["end resumed"]
+    mine = tmp_path / "model.part" / "mine"
+    mine.parent.mkdir()
+    mine.write_text("kept")
+    export(run.out / "result", run.checkpoints[0]["uri"], tmp_path / "model")
+    assert mine.read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.part"]

@@ -221,8 +221,9 @@ class Checkpoint:
         if hashlib.sha256(text).hexdigest() != stored.digest:
             raise Damaged("its manifest isn't the one that was written")
         self.manifest: Mapping[str, Any] = json.loads(text)
-        if self.manifest.get("apiVersion") != VERSION:
-            raise Damaged(f"it is of version {self.manifest.get('apiVersion')!r}; this trainer reads {VERSION}")
+        version = self.manifest.get("apiVersion") if isinstance(self.manifest, Mapping) else None
+        if version != VERSION:
+            raise Damaged(f"it is of version {version!r}; this trainer reads {VERSION}")
         self.scopes = {name: Scope(scope) for name, scope in self.manifest["sections"].items()}
         self._chunks: dict[str, Mapping[str, Any]] = {}
         self._spans: dict[tuple[str, int | None], list[tuple[Span, str]]] = {}

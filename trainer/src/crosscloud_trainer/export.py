@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from crosscloud_trainer.contract import StoredCheckpoint
@@ -22,8 +23,9 @@ def export(result: Path, checkpoint: str, out: Path) -> int:
     if out.exists():
         raise invalid([f"OUT: {out} is there already; name a folder that isn't"])
     try:
-        told = json.loads((result / PROVENANCE).read_text())
-    except (OSError, ValueError) as fault:
+        told = dict(json.loads((result / PROVENANCE).read_text()))
+        uid = told["uid"]
+    except (OSError, ValueError, TypeError, KeyError) as fault:
         raise invalid(
             [f"RESULT: {result} is no result of a job ({PROVENANCE}: {fault}); `crosscloud fetch` brings one"]
         ) from fault
@@ -36,26 +38,31 @@ def export(result: Path, checkpoint: str, out: Path) -> int:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    folder = checkpoint.removesuffix(MANIFEST).rstrip("/")
+    folder = checkpoint.removesuffix(MANIFEST).rstrip("/") or "."
     uri = f"{folder}/{MANIFEST}"
-    text = Storage(folder, "CHECKPOINT").read(MANIFEST) if folder else None
+    text = Storage(folder, "CHECKPOINT").read(MANIFEST)
     if text is None:
-        allowed = "give an address of `status.checkpoints[].uri`, or of the manifest.json in a local run's folder"
-        raise invalid([f"CHECKPOINT: {checkpoint} isn't there; {allowed}"])
+        allowed = f"give an address of `status.checkpoints[].uri`, or of a {MANIFEST} in a local run's folder"
+        raise invalid([f"CHECKPOINT: {checkpoint} is no {MANIFEST} that is there; {allowed}"])
     digest = hashlib.sha256(text).hexdigest()
     try:
         found = Checkpoint(StoredCheckpoint(uri, digest, 1))
-        if found.manifest["job"] != told["uid"]:
-            raise invalid([f"CHECKPOINT: {checkpoint} is of job {found.manifest['job']}, RESULT of job {told['uid']}"])
+        if found.manifest["job"] != uid:
+            raise invalid([f"CHECKPOINT: {checkpoint} is of job {found.manifest['job']}, RESULT of job {uid}"])
         model = AutoModelForCausalLM.from_pretrained(result)
         fill(model, found)
     except (Damaged, ValueError, KeyError, OSError) as fault:
         raise invalid([f"CHECKPOINT: {checkpoint} doesn't go with {result}: {fault}"]) from fault
-    draft = out.with_name(f"{out.name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    shutil.copytree(result, draft, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
-    model.save_pretrained(draft)
-    provenance = {**told, "checkpoint": uri, "sha256": digest}
-    (draft / PROVENANCE).write_text(json.dumps(provenance, indent=1, sort_keys=True))
-    draft.rename(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the last step is one rename.
+    draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        weights = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json")
+        shutil.copytree(result, draft, ignore=weights, dirs_exist_ok=True)
+        model.save_pretrained(draft)
+        provenance = {**told, "checkpoint": uri, "sha256": digest}
+        (draft / PROVENANCE).write_text(json.dumps(provenance, indent=1, sort_keys=True))
+        draft.rename(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return int(found.manifest["step"])
