@@ -1,4 +1,7 @@
-"""A DeepSpeed script whose rank 1 ends by itself after three steps, while the others go on: `ends_alone.py HOW`."""
+"""A DeepSpeed script whose rank 1 ends by itself after three steps, while the others go on: `ends_alone.py HOW`.
+
+Before that each rank forks a child, whose end concerns nobody.
+"""
 
 from __future__ import annotations
 
@@ -27,5 +30,9 @@ engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=
 for step in range(10):
     if step == 3 and sync.rank == 1:
         WAYS[sys.argv[1]]()
+    if step == 1:
+        if os.fork() == 0:
+            sys.exit(0)
+        os.wait()
     engine.backward(engine(torch.ones(1, 8, device=engine.device)).sum())
     engine.step()

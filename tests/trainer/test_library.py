@@ -19,8 +19,11 @@ from trainer.jobs import DEADLINE_SECONDS, finished, start_local
 from crosscloud_trainer.adopting import adopt
 from crosscloud_trainer.contract import ExitCode
 from crosscloud_trainer.engine import EngineError
+from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.library import Alone
+from crosscloud_trainer.result import store_folder
 from crosscloud_trainer.shard_optimizer import ShardOptimizer
+from crosscloud_trainer.storage import Storage
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "library" / "train.py"
 WITH_TRAINER = SCRIPT.with_name("with_trainer.py")
@@ -175,6 +178,13 @@ def test_a_script_that_is_not_there_is_refused_before_anything_starts(tmp_path: 
     code, events, _ = finished(start_local(path, tmp_path / "out"))
     assert code == ExitCode.INVALID_INPUT
     assert 'script.file: found "no/such/train.py"; must be a file in the image' in events[-1]["message"]
+
+
+def test_a_result_without_files_is_refused(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path / "storage"))
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(Failure, match=f"^result: {folder} holds no files"):
+            store_folder(storage, folder)
 
 
 def test_outside_a_job_the_very_optimizer_comes_back() -> None:

@@ -151,7 +151,8 @@ class Joined:
 
     def finish(self, result: Path | str | None = None) -> None:
         """The end of training, before the script stores its model: the last window's round, so that all replicas have
-        the same weights. `result` is a local folder that is stored as the job's result, from the first replica.
+        the same weights. `result` is a local folder that is stored as the job's result, from the first replica; it must
+        hold files.
 
         Without this call it happens at the end of the script, if its process group still exists by then.
         """
@@ -305,7 +306,14 @@ def join() -> Alone | Joined:
         engine.compile_nothing()
     joined = Joined(Place.read(environ), environ)
     atexit.register(_at_exit, joined, environ)
+    os.register_at_fork(after_in_child=_forget)
     return joined
+
+
+def _forget() -> None:
+    """In a child that the script forks, whose end isn't that of the rank."""
+    atexit.unregister(_at_exit)
+    sys.excepthook = sys.__excepthook__
 
 
 def _at_exit(joined: Joined, environ: Mapping[str, str]) -> None:

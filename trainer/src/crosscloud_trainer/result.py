@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from crosscloud_trainer.checkpoint import WEIGHTS, Checkpoint, Span
 from crosscloud_trainer.data.tokenizer import byte_tokenizer, load_tokenizer
+from crosscloud_trainer.failures import invalid
 from crosscloud_trainer.storage import Storage
 
 FOLDER = "result"
@@ -59,8 +60,10 @@ def write_result(
 
 
 def store_folder(storage: Storage, folder: Path) -> str:
-    """Store the files below `folder` as the result; returns its address."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            storage.upload(path, f"{FOLDER}/{path.relative_to(folder).as_posix()}")
+    """Store the files below `folder` as the result; returns its address. Raises Failure where there are none."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    if not paths:
+        raise invalid([f"result: {folder} holds no files; give the folder in which the model was stored"])
+    for path in paths:
+        storage.upload(path, f"{FOLDER}/{path.relative_to(folder).as_posix()}")
     return storage.address(FOLDER)
