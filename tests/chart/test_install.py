@@ -128,10 +128,15 @@ def test_a_renamed_key_is_an_edit_and_refused(hub: ApiServer, operation: dict[st
     assert field in refused_in_time(hub, "renamed", [operation])
 
 
-def test_status_and_finalizers_can_be_written_beside_the_policy(hub: ApiServer) -> None:
+@pytest.mark.parametrize("kind", ["training", "script"])
+def test_status_and_finalizers_can_be_written_beside_the_policy(hub: ApiServer, kind: str) -> None:
     job = load_yaml((EXAMPLES / "job-full.yaml").read_text())
-    job["metadata"] |= {"name": "finished", "finalizers": ["crosscloud.dev/cleanup"]}
+    if kind == "script":
+        job["spec"] = {"script": {"file": "/app/train.py"}, "storage": job["spec"]["storage"]}
+    job["metadata"] |= {"name": "finished"}
     hub.request("POST", JOBS, job)
+    finalizers = {"op": "add", "path": "/metadata/finalizers", "value": ["crosscloud.dev/cleanup"]}
+    hub.request("PATCH", f"{JOBS}/finished", [finalizers], PATCH)
     hub.request("PATCH", f"{JOBS}/finished/status", [{"op": "add", "path": "/status", "value": {"restarts": 1}}], PATCH)
     hub.request("DELETE", f"{JOBS}/finished")
     hub.request("PATCH", f"{JOBS}/finished", [{"op": "remove", "path": "/metadata/finalizers"}], PATCH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -17,7 +18,10 @@ from crosscloud_operator.kube.api import (
     JOB,
     POD,
     SECRET,
+    Cluster,
     Obj,
+    Ref,
+    Refused,
 )
 
 
@@ -290,3 +294,27 @@ async def test_progress_alone_is_written_every_ten_seconds_and_what_replicas_do_
     await scene.turn()
     assert version() != before
     assert scene.reason() == "WaitingForPeers"
+
+
+class Denying:
+    """A hub whose admission policies deny every change of a job but that of its status."""
+
+    def __init__(self, hub: Cluster) -> None:
+        self._hub = hub
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hub, name)
+
+    async def merge_patch(self, ref: Ref, patch: Obj, *, subresource: str | None = None) -> Obj:
+        if subresource is None:
+            raise Refused("ValidatingAdmissionPolicy 'other' denied request", reason="Invalid")
+        return await self._hub.merge_patch(ref, patch, subresource=subresource)
+
+
+async def test_a_job_that_a_policy_lets_nobody_change_is_no_conflict_but_told_in_the_policys_words() -> None:
+    scene = Lab(lab())
+    scene.submit(job())
+    scene.world.restart(Denying)
+    with pytest.raises(Refused, match="ValidatingAdmissionPolicy 'other' denied request"):
+        await scene.look()
+    assert not scene.pods(), "nothing is made before the finalizer is there"

@@ -256,8 +256,13 @@ async def _save(world: World, obj: Obj, old: JobStatus, new: JobStatus, scene: S
         patch = {"resourceVersion": meta["resourceVersion"], "finalizers": [*finalizers, names.FINALIZER]}
         try:
             obj = await world.hub.merge_patch(ref, {"metadata": patch})
-        except (NotFound, Refused) as fault:  # deleted a moment ago: then it may not get a finalizer
+        except NotFound as fault:
             raise Conflict(fault.message) from fault
+        except Refused as fault:
+            found = await world.hub.get(ref)
+            if found is None or found["metadata"].get("deletionTimestamp"):  # then it may not get a finalizer
+                raise Conflict(fault.message) from fault
+            raise
     changes = record.merge_diff(obj.get("status") or {}, record.write_status(new))
     if not changes:
         return obj
