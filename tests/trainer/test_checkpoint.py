@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer.disks import disk_of
 
 from crosscloud_trainer import checkpoint
 from crosscloud_trainer.checkpoint import Abandoned, Checkpoint, CheckpointId, Damaged, Part, Scope, Span
@@ -229,11 +229,8 @@ def test_parts_that_another_job_left_are_not_taken(tmp_path: Path, monkeypatch: 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with disk_of(tmp_path / "disk", "256k") as folder:
+        yield folder
 
 
 def test_a_full_disk_is_told_and_the_checkpoint_before_stays_good(small_disk: Path) -> None:

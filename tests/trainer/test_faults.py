@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer.disks import disk_of
 from trainer.jobs import finished, manifest, start_local, written
 from trainer.runs import Run, until_checkpoint
 from trainer.s3 import s3_server
@@ -28,11 +29,8 @@ def job(folder: Path, name: str = "small", **spec: Any) -> Path:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with disk_of(tmp_path / "disk", "2m") as folder:
+        yield folder
 
 
 def fill(disk: Path) -> None:

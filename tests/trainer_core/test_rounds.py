@@ -23,17 +23,9 @@ from crosscloud_trainer.membership.errors import Diverged
 from crosscloud_trainer.shard import Shard
 from crosscloud_trainer.sizes import CODECS, cell_bytes
 
+pytestmark = pytest.mark.usefixtures("short_stretches")
 f32 = np.float32
 OUTER = OuterOptimizer(0.7, 0.9)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_stretches():
-    """What is worked on together is so little here that every rank has much of it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("crosscloud_trainer.compress.codec.STRETCH_ELEMENTS", 5000)
-        patch.setattr("crosscloud_trainer.shard._CHUNK", 3000)
-        yield
 
 
 class Rank(threading.Thread):
