@@ -2,13 +2,16 @@
 # (${XDG_CACHE_HOME:-~/.cache}/crosscloud), which is shared by all checkouts.
 
 SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 BIN := .venv/bin
 WHEELS := $(wildcard ../shared/wheels)
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(if $(WHEELS),--find-links $(WHEELS))
+PIP := $(BIN)/pip install --disable-pip-version-check $(if $(WHEELS),--find-links $(WHEELS))
+# what pip does now, in one line, where somebody looks
+SHOWN := | if [ -t 1 ]; then while IFS= read -r line; do printf '\r\033[K  %.100s' "$$line"; done; printf '\r\033[K'; else cat >/dev/null; fi
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,8 +23,8 @@ setup: .venv/ready  ## Install the three distributions and the tools into .venv
 	@test -n "$(PYTHON)" && command -v "$(PYTHON)" >/dev/null || { echo "PYTHON: found \"$(PYTHON)\"; it must be Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PYTHON: found Python " + sys.version.split()[0] + "; it must be 3.11 or newer: make PYTHON=/path/to/python3.11")'
 	@"$(PYTHON)" -m venv .venv || { echo "python venv is missing: on Debian, apt-get install python3-venv"; exit 1; }
-	@$(PIP) --upgrade -c requirements/constraints.txt pip setuptools wheel
-	@$(PIP) --no-build-isolation -c requirements/constraints.txt -r requirements/tools.txt -e 'trainer[torch]' -e operator -e lab
+	@$(PIP) --upgrade -c requirements/constraints.txt pip setuptools wheel $(SHOWN)
+	@$(PIP) --no-build-isolation -c requirements/constraints.txt -r requirements/tools.txt -e 'trainer[torch]' -e operator -e lab $(SHOWN)
 	@touch $@
 
 demo: setup  ## The main job on three real clusters, from nothing to a generated sentence (root, Linux)

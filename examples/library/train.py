@@ -9,6 +9,7 @@ The two lines that make the difference are marked; the third mark deals out the 
 import argparse
 import pathlib
 import sysconfig
+import tempfile
 
 import deepspeed
 import torch
@@ -46,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--losses", help="file for this process's loss of each micro-batch, in full precision")
+    parser.add_argument("--model", help="folder for the trained model of each replica, whose number is put behind it")
     parser.add_argument("--local_rank", help="which the `deepspeed` launcher gives")
     args = parser.parse_args()
 
@@ -71,7 +73,12 @@ def main() -> None:
         engine.step()
         losses.append(loss.item())
 
-    sync.finish()  # the last window's round, before the weights are used; left out, it runs when the script ends
+    sync.finish()  # the last window's round: from here on the weights are those of all replicas
+    if dist.get_rank() == 0:
+        folder = pathlib.Path(f"{args.model}-{sync.replica}" if args.model else tempfile.mkdtemp())
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(engine.module.state_dict(), folder / "model.pt")
+        sync.store(folder)  # the job's result; alone, nothing
     if args.losses:
         pathlib.Path(f"{args.losses}-{sync.rank}").write_text(" ".join(loss.hex() for loss in losses))
     if sync.rank == 0:

@@ -2,6 +2,7 @@
 
 Alone:   torchrun --nproc-per-node=2 examples/library/with_trainer.py
 In two:  as examples/library/job.yaml, with this file
+What a job needs beyond that is marked.
 """
 
 import argparse
@@ -62,9 +63,12 @@ def main() -> None:
         disable_tqdm=True,
     )
     trainer = Trainer(model=LlamaForCausalLM(config), args=args, train_dataset=Bytes())
-    callback = SyncCallback(trainer)  # <-- the only line for a job, and the next
-    trainer.add_callback(callback)
+    callback = SyncCallback(trainer)  # <-- 1
+    trainer.add_callback(callback)  # <-- 2
     trainer.train()
+    model = f"{args.output_dir}/replica-{callback.sync.replica}"
+    trainer.save_model(model)
+    callback.sync.store(model)  # <-- the job's result; alone, nothing
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if options.losses:
         pathlib.Path(f"{options.losses}-{callback.sync.rank}").write_text(" ".join(loss.hex() for loss in losses))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import fsspec
 from cloud import ROOT, Cloud, tiny_job
 
@@ -33,5 +35,7 @@ def test_a_script_at_an_address_trains_in_two_members_and_its_replicas_end_alike
     assert len(digests) == 1, digests
     assert status["progress"]["wanBytes"] > 0
     selector = ("-n", "ml", "-l", "crosscloud.dev/job=scripted,crosscloud.dev/replica=0", "-c", "trainer", "--tail=-1")
+    stored = store.ls(status["result"]["uri"], detail=False)
+    assert [Path(path).name for path in stored] == ["model.pt"], "stored after the last round"
     assert "loss " in cloud.kubectl("east", "logs", *selector), "what the script prints is in the pod's log"
     cloud.delete_job("scripted")

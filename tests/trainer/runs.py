@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+from safetensors.torch import load_file
 from trainer.jobs import family, ranks_of
 
 ROUND = re.compile(r"^\[rank 0\] round (\d+) applied: digest ([0-9a-f]{16})", re.MULTILINE)
@@ -40,8 +42,9 @@ class Run:
     def log(self, attempt: int, replica: int | str = 0) -> str:
         return (self.out / "logs" / f"attempt-{attempt}" / f"replica-{replica}.log").read_text()
 
-    def digests(self, attempt: int) -> dict[int, str]:
-        return {int(number): digest for number, digest in ROUND.findall(self.log(attempt))}
+    def digests(self, attempt: int = 1, replica: int | str = 0) -> dict[int, str]:
+        """Digest after each round, as the replica's log tells."""
+        return {int(number): digest for number, digest in ROUND.findall(self.log(attempt, replica))}
 
     def validation(self, attempt: int, replica: int | str = 0) -> dict[int, float]:
         """Validation losses of a replica by step, to four decimals."""
@@ -67,6 +70,18 @@ class Run:
         ]
         found = [hashlib.sha256((manifest.parent / chunk["path"]).read_bytes()).hexdigest() for chunk in said]
         assert found == [chunk["sha256"] for chunk in said]
+        return found
+
+    def weights(self) -> dict[tuple[str, int], torch.Tensor]:
+        """Outer weights of the newest checkpoint by (parameter, first element)."""
+        found = {}
+        for path in self.path_of(self.checkpoints[0]["uri"]).parent.glob("replica-*/*.safetensors"):
+            for key, tensor in load_file(path).items():
+                section, _, place = key.partition("/")
+                if section == "outer.weights":
+                    name, _, start = place.rpartition(":")
+                    assert (name, int(start)) not in found
+                    found[name, int(start)] = tensor
         return found
 
 

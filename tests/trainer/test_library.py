@@ -15,12 +15,13 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 from trainer.jobs import DEADLINE_SECONDS, finished, start_local
+from transformers import AutoModelForCausalLM
 
 from crosscloud_trainer.adopting import adopt
 from crosscloud_trainer.contract import ExitCode
 from crosscloud_trainer.engine import EngineError
 from crosscloud_trainer.failures import Failure
-from crosscloud_trainer.library import Alone
+from crosscloud_trainer.library import Alone, Joined
 from crosscloud_trainer.result import store_folder
 from crosscloud_trainer.shard_optimizer import ShardOptimizer
 from crosscloud_trainer.storage import Storage
@@ -81,6 +82,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int,
     for name, spec in JOBS.items():
         folder = root / name
         args = ["--steps", str(STEPS), "--losses", str(folder / "losses")]
+        args += [] if name == "the Trainer" else ["--model", str(folder / "model")]
         script = WITH_TRAINER if name == "the Trainer" else SCRIPT
         path = job(folder, {"file": str(script), "args": args}, **spec)
         options = ["--link", "100mbit", "--tensorboard"] if name == "two replicas" else []
@@ -89,6 +91,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int,
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(RUNNER)]
     command += [str(SCRIPT), "--steps", str(STEPS), "--losses", str(folder / "losses")]
+    command += ["--model", str(folder / "model")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     alone = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert alone.returncode == 0, alone.stderr[-3000:]
@@ -98,6 +101,12 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int,
         code, events, _ = finished(process)
         found[name] = (folder, code, events)
     return found
+
+
+def same_weights(first: Path, second: Path) -> bool:
+    one, two = (torch.load(path / "model.pt", weights_only=True) for path in (first, second))
+    assert one.keys() == two.keys()
+    return all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -120,6 +129,23 @@ def test_two_replicas_of_unlike_size_end_with_equal_weights(ends: Any) -> None:
     assert end["wan_bytes"] < end["dense_bytes"] / 8
     taken = [losses(folder, rank) for rank in range(3)]
     assert len({tuple(seen) for seen in taken}) == 3, "each rank of the job trains on data of its own"
+
+
+def test_what_a_script_stores_after_the_last_round_is_the_jobs_result(ends: Any) -> None:
+    """Under DiLoCo the last round changes the weights: what was saved before it would be one replica's alone."""
+    folder, _, events = ends["two replicas"]
+    stored = Path(events[-1]["result"])
+    assert stored == folder / "out" / "result"
+    assert same_weights(stored, folder / "model-1"), "the other replica has saved the same"
+    folder, _, events = ends["one replica"]
+    assert same_weights(Path(events[-1]["result"]), ends["alone"][0] / "model-0")
+
+
+def test_a_script_can_not_store_a_model_before_the_last_round(tmp_path: Path) -> None:
+    sync = Joined.__new__(Joined)
+    sync._finished = False
+    with pytest.raises(Failure, match=r"sync\.store was called before sync\.finish\(\)"):
+        sync.store(tmp_path)
 
 
 def test_a_run_over_a_shaped_link_leaves_its_page_and_tensorboards_files(ends: Any) -> None:
@@ -147,6 +173,17 @@ def test_the_trainer_of_transformers_takes_part_in_a_job_by_a_callback(ends: Any
     taken = [losses(folder, rank) for rank in (0, 1)]
     assert [len(seen) for seen in taken] == [STEPS, STEPS]
     assert taken[0] != taken[1], "each replica trains on data of its own"
+    model = AutoModelForCausalLM.from_pretrained(end["result"])
+    assert model.config.hidden_size == 64
+
+
+def test_a_script_that_does_not_join_the_job_has_not_been_trained(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("print('trained alone')\n")
+    code, events, _ = finished(start_local(job(tmp_path, {"file": str(script)}, replicas=1), tmp_path / "out"))
+    assert code == ExitCode.INVALID_INPUT
+    message = "rank 0 ended with exit code 0, but the script has not called crosscloud_trainer.join()"
+    assert message in events[-1]["message"]
 
 
 ALONE = {  # what rank 1 does, and the message of the job
@@ -194,6 +231,7 @@ def test_outside_a_job_the_very_optimizer_comes_back() -> None:
     sync.steps(10)
     sync.tokens(5)
     sync.finish()
+    sync.store("nowhere")
     assert (sync.joined, sync.replica, sync.replicas, sync.rank, sync.ranks) == (False, 0, 1, 0, 1)
 
 

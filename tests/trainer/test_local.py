@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import signal
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from trainer.jobs import (
     TINY_MODEL,
     TRAINER,
@@ -26,41 +23,11 @@ from trainer.jobs import (
     wait_for,
     written,
 )
+from trainer.runs import Run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crosscloud_trainer.contract import ExitCode, Model
 from crosscloud_trainer.models.presets import build_model
-
-ROUND = re.compile(r"^\[rank 0\] round (\d+) applied: digest ([0-9a-f]{16})", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Run:
-    code: int
-    events: list[dict[str, Any]]
-    out: Path
-
-    @property
-    def end(self) -> dict[str, Any]:
-        return self.events[-1]
-
-    def digests(self, replica: int, attempt: int = 1) -> dict[int, str]:
-        """Digest after each round, as the replica's log tells."""
-        text = (self.out / "logs" / f"attempt-{attempt}" / f"replica-{replica}.log").read_text()
-        return {int(number): digest for number, digest in ROUND.findall(text)}
-
-    def weights(self) -> dict[tuple[str, int], torch.Tensor]:
-        """Outer weights of the last checkpoint by (parameter, first element)."""
-        (folder,) = (self.out / "attempt-1" / "home-1").iterdir()
-        found = {}
-        for path in folder.glob("replica-*/*.safetensors"):
-            for key, tensor in load_file(path).items():
-                section, _, place = key.partition("/")
-                if section == "outer.weights":
-                    name, _, start = place.rpartition(":")
-                    assert (name, int(start)) not in found
-                    found[name, int(start)] = tensor
-        return found
 
 
 def run(folder: Path, document: Any) -> Run:
@@ -82,13 +49,13 @@ def unequal(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_replicas_with_two_and_four_ranks_agree_to_the_bit_after_every_round(unequal: Run) -> None:
     assert unequal.code == 0
-    assert sorted(unequal.digests(0)) == [
+    assert sorted(unequal.digests()) == [
         1,
         2,
         3,
     ]  # after steps 5 and 10, and the shorter window that ends with step 12
-    assert unequal.digests(0) == unequal.digests(1)
-    assert len(set(unequal.digests(0).values())) == 3
+    assert unequal.digests() == unequal.digests(replica=1)
+    assert len(set(unequal.digests().values())) == 3
 
 
 def test_events_tell_the_whole_story_and_the_end_its_numbers(unequal: Run) -> None:
@@ -120,7 +87,7 @@ def test_the_manifest_comes_with_digests_that_are_right(unequal: Run) -> None:
     completion = [e["completion"] for e in unequal.events if e.get("completion") and e["replica"] == 0]
     assert completion[0]["checkpointDigest"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert found["round"] == 3
-    assert found["digest"] == unequal.digests(0)[3]
+    assert found["digest"] == unequal.digests()[3]
     chunks = [chunk for replica in found["replicas"] for rank in replica["ranks"] for chunk in rank["chunks"]]
     assert len(chunks) == 6
     for chunk in chunks:
@@ -187,7 +154,7 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_one_finishes(tmp_path: Path
     assert [event["attempt"] for event in events if event["event"] == "attempt"] == [1, 2]
     assert alive(first) == []
     second = Run(code, events, tmp_path / "out")
-    assert second.digests(0, attempt=2) == second.digests(1, attempt=2) != {}
+    assert second.digests(2) == second.digests(2, replica=1) != {}
 
 
 def test_sigterm_ends_everything_and_leaves_no_process(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from crosscloud_trainer.contract import (
     StoredCheckpoint,
     read_json,
 )
+from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.journal import KINDS, Journal, Wan, wan_of_vector, wan_vector
 from crosscloud_trainer.launcher.attempt import LocalJob, free_ports
 from crosscloud_trainer.launcher.manifest import read_manifest
@@ -154,6 +155,7 @@ def test_the_journal_counts_what_happened_and_never_shows_a_loss_that_is_not_fin
     assert (found.round, found.digest, found.validation_loss) == (1, "ab" * 8, None)
     assert journal.seconds == {"compute": 3.0, "exchange": 3.0, "waiting": 2.0, "bubble": 0.0}
     journal.step(3.0, tokens=10, skipped=1, seconds=4.0, exchange_seconds=0.5, bubble_seconds=1.5)
+    assert journal.progress.dense_bytes == 201, "up to the step whose traffic was counted, or their ratio would jump"
     assert journal.progress.seconds == {"compute": 5.0, "exchange": 3.5, "waiting": 2.0, "bubble": 1.5}
 
 
@@ -287,3 +289,20 @@ def test_a_checkpoint_that_can_not_be_recorded_is_not_acknowledged_until_it_can(
     kept.see(recorder.reports, 2, acknowledged)
     assert JobRecord.open(tmp_path, resume=True).checkpoints == (stored,)
     assert read_json(Acknowledged, acknowledged.read_bytes()).checkpoints == (stored,)
+
+
+def test_a_run_that_could_go_on_is_not_overwritten_unless_one_says_so(tmp_path: Path) -> None:
+    kept = record(tmp_path)
+    kept.begin(1)
+    JobRecord.open(tmp_path, resume=False)  # there is nothing to go on from
+    stored = StoredCheckpoint("/x/attempt-1/home-1/step-4/manifest.json", "0" * 64, 4)
+    progress = Progress(step=4, total_steps=8, round=1, tokens=4, checkpoint=stored)
+    recorder = Recorder(interval=0.0)
+    Reporter(recorder, Identity(1, 0, 1), Status(home=1, progress=progress), print).complete(DONE, NEVER)
+    kept.see(recorder.reports, 2, tmp_path / "checkpoints.json")
+    with pytest.raises(Failure, match="checkpoint of step 4; --resume goes on from there, --overwrite begins anew"):
+        JobRecord.open(tmp_path, resume=False)
+    assert JobRecord.open(tmp_path, resume=True).checkpoints == (stored,)
+    assert JobRecord.open(tmp_path, resume=False, overwrite=True).checkpoints == ()
+    kept.succeed()
+    assert JobRecord.open(tmp_path, resume=False).checkpoints == ()

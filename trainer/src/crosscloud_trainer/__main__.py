@@ -45,6 +45,7 @@ def main() -> None:
 @click.option("--keep", is_flag=True, help="Keep the run's working folder: documents, certificates, reports.")
 @click.option("--link", metavar="RATE", help="Shape the links between replicas, each way: 20mbit, 512kbit, 1gbit.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of an earlier run in the same folder.")
+@click.option("--overwrite", is_flag=True, help="Begin anew where an earlier run in the same folder could go on.")
 @click.option(
     "--storage",
     metavar="ADDRESS",
@@ -58,6 +59,7 @@ def local(
     keep: bool,
     link: str | None,
     resume: bool,
+    overwrite: bool,
     storage: str | None,
     tensorboard: bool,
 ) -> None:
@@ -77,6 +79,7 @@ def local(
             storage=storage,
             tensorboard=tensorboard,
             resume=resume,
+            overwrite=overwrite,
         )
 
     _explained(run)

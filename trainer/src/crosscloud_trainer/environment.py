@@ -211,10 +211,18 @@ def unfinished(error_file: Path) -> Path:
     return error_file.with_name(error_file.name + ".unfinished")
 
 
+NOT_JOINED = "the script has not called crosscloud_trainer.join()"
+
+
+def expect_training(error_file: Path) -> None:
+    """On the launcher's side: a script that ends without having joined the job has not been trained by it."""
+    unfinished(error_file).write_text(NOT_JOINED)
+
+
 def begin_training(environ: Mapping[str, str]) -> None:
     """Tell the launcher that an end of this rank, also one without an error, would come too early."""
     if path := environ.get(ERROR_FILE):
-        unfinished(Path(path)).touch()
+        unfinished(Path(path)).write_text("")
 
 
 def end_training(environ: Mapping[str, str]) -> None:

@@ -79,7 +79,6 @@ class Journal:
                 tokens_per_second=(high - low) / max(last - first, 1e-9),
                 loss=shown,
                 first_loss=shown if before.first_loss is None else before.first_loss,
-                dense_bytes=round((before.step + 1 - self._first_step) * self._dense_per_step),
                 skipped_steps=skipped,
             )
             self.seconds["compute"] += seconds - exchange_seconds - bubble_seconds
@@ -114,11 +113,14 @@ class Journal:
             self._progress = replace(self._progress, checkpoint=stored, saved_step=stored.step, saved_at=now)
 
     def traffic(self, wan: Mapping[int, Wan]) -> None:
-        """Bytes by other replica, all ranks of this one together."""
+        """Bytes by other replica, all ranks of this one together, and those in fp32 up to the same step: a ratio that
+        is looked at within a window compares equal steps.
+        """
         with self._lock:
             self.wan = wan
             self._progress = replace(
                 self._progress,
+                dense_bytes=round((self._progress.step - self._first_step) * self._dense_per_step),
                 wan_bytes_sent=sum(sum(peer.sent.values()) for peer in wan.values()),
                 wan_bytes_received=sum(sum(peer.received.values()) for peer in wan.values()),
             )

@@ -79,7 +79,9 @@ class Alone:
 
     def tokens(self, count: int) -> None: ...
 
-    def finish(self, result: Path | str | None = None) -> None: ...
+    def finish(self) -> None: ...
+
+    def store(self, folder: Path | str) -> None: ...
 
 
 class Joined:
@@ -149,10 +151,9 @@ class Joined:
                 self._status.close()  # it may have to tell of digests that differ
             raise
 
-    def finish(self, result: Path | str | None = None) -> None:
-        """The end of training, before the script stores its model: the last window's round, so that all replicas have
-        the same weights. `result` is a local folder that is stored as the job's result, from the first replica; it must
-        hold files.
+    def finish(self) -> None:
+        """The end of training, before the script saves its model: the last window's round, so that all replicas have
+        the same weights.
 
         Without this call it happens at the end of the script, if its process group still exists by then.
         """
@@ -163,12 +164,23 @@ class Joined:
             raise Failure(ExitCode.INVALID_INPUT, "the script has ended without a step of the engine it wrapped")
         self._departs().together(self._run.steps)
         self._run.finish()
-        if self._place.first and self.replica == 0 and result is not None and self._status is not None:
-            self._status.update(detail="storing the result")
-            self._status.update(result_uri=store_folder(Storage(str(self.storage_uri)), Path(result)))
         if self._status is not None:
             self._status.close()
         end_training(self._environ)
+
+    def store(self, folder: Path | str) -> None:
+        """After `finish`: stores the files below the local `folder` as the job's result. Rank 0 of the first replica
+        does it; on all others nothing happens, and they may leave the call out.
+
+        Raises Failure(INVALID_INPUT) before `finish`, when the weights aren't yet those of all replicas, and where
+        `folder` holds no files.
+        """
+        if not self._finished:
+            message = "sync.store was called before sync.finish(): save the model and store it after the last round"
+            raise Failure(ExitCode.INVALID_INPUT, message)
+        if self._place.first and self.replica == 0 and self._status is not None:
+            self._status.update(detail="storing the result")
+            self._status.update(result_uri=store_folder(Storage(str(self.storage_uri)), Path(folder)), detail=None)
 
     def at_exit(self) -> None:
         """The end of a script that hasn't called `finish`, or of one rank alone."""

@@ -270,11 +270,12 @@ class StatusFile:
         self._thread.start()
 
     def update(self, **changes: object) -> None:
-        """Change fields of the status; written within `interval`, a change of activity at once."""
+        """Change fields of the status; written within `interval`, a change of activity at once, and so is any change
+        after `close`."""
         with self._lock:
             before = self._status
             self._status = dataclasses.replace(before, **changes)  # type: ignore[arg-type]
-        if self._status.activity is not before.activity:
+        if self._status.activity is not before.activity or self._stop.is_set():
             self._flush()
 
     def watch(self, live: Callable[[Status], Status]) -> None:

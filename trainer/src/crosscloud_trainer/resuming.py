@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Resumer:
         self._replica = place.pod.replica
         self._stages = [(plan.index, stage.index) for plan in place.attempt.run.replicas for stage in plan.stages]
         self._progress = Progress(step=0, total_steps=0, round=0, tokens=0)
+        self._tell: Callable[[], None] = lambda: None  # of what was restored, once all replicas have done so
 
     def resume(self) -> Progress:
         """Restore the newest checkpoint that all replicas can read; returns what this replica had done by then.
@@ -59,6 +60,7 @@ class Resumer:
         for number, stored in enumerate(candidates):
             fault = self._agreed(number, stored, self._try(stored))
             if fault is None:
+                self._tell()
                 return self._progress
             faults.append(f"step {stored.step}: {fault}")
             if self._place.first:
@@ -149,7 +151,7 @@ class Resumer:
         self._trained.refresh()
         self._trained.resume(lead["skipped"], lead["schedule"], scale)
         self._restore_random(found, source)
-        self._tell(found, residuals, known)
+        self._tell = lambda: self._tell_of(found, residuals, known)
         tokens = step * self._tokens_per_step // len(self._place.replicas)
         self._progress = Progress(
             step=step,
@@ -198,7 +200,7 @@ class Resumer:
         if source == self._replica and len(ranks) == self._place.numbering.ranks(self._replica):
             state.set_random_state(ranks[self._place.number]["random"])
 
-    def _tell(self, found: Checkpoint, residuals: list[Part], known: list[Part]) -> None:
+    def _tell_of(self, found: Checkpoint, residuals: list[Part], known: list[Part]) -> None:
         if not self._place.first:
             return
         log.info("resumed from %s: step %d, round %d", found.uri, found.manifest["step"], found.manifest["round"])

@@ -33,7 +33,7 @@ from crosscloud_trainer.environment import MEMORY, PARENT, Memory
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.launcher.manifest import Manifest
 from crosscloud_trainer.launcher.memory import free_memory
-from crosscloud_trainer.launcher.ranks import usable_cores
+from crosscloud_trainer.launcher.ranks import in_words, usable_cores
 from crosscloud_trainer.launcher.record import JobRecord
 from crosscloud_trainer.launcher.shaping import Way, shaped
 from crosscloud_trainer.pki import CertificateAuthority, PodIdentity
@@ -99,7 +99,7 @@ class LocalPod:
         try:
             return self._message.read_text() or f"see {self.log}"
         except OSError:
-            return f"it left no message, its exit code is {self.exit_code()}; see {self.log}"
+            return f"the pod {in_words(self.exit_code() or 0)} and left no message; see {self.log}"
 
     def end(self, number: int) -> None:
         if self._process.poll() is None:

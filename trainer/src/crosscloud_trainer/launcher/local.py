@@ -52,6 +52,7 @@ def run_local(
     storage: str | None = None,
     tensorboard: bool = False,
     resume: bool = False,
+    overwrite: bool = False,
 ) -> int:
     """Run the manifest at `path`; returns the exit code. Raises Failure for what can't start."""
     manifest = read_manifest(path)
@@ -64,7 +65,7 @@ def run_local(
         work_folder(manifest.name, keep=keep) as work,
         event_files(folder / "tensorboard" if tensorboard else None) as files,
     ):
-        record = JobRecord.open(folder, resume=resume)
+        record = JobRecord.open(folder, resume=resume, overwrite=overwrite)
         job = LocalJob(manifest, record, work, folder / "logs", uri, rate)
         code = _run_attempts(job, chosen_display(as_json), files, interrupt, folder / "report.html")
     if keep and not as_json:
@@ -99,6 +100,7 @@ def _run_attempts(job: LocalJob, display: Display, files: EventFiles, interrupt:
             display.attempt(state)
             code, message = _run_attempt(job, state, tell, lambda: display.stopping(_stopping(spec)), interrupt)
             if code == ExitCode.SUCCEEDED:
+                job.record.succeed()
                 best = best_of(job.record.checkpoints)
                 uri = best.uri if best is not None else None
                 summary = replace(Summary.of(state), best_checkpoint=uri)

@@ -28,6 +28,7 @@ from crosscloud_trainer.environment import (
     Attempt,
     PodEnvironment,
     die_with_parent,
+    expect_training,
     read_attempt,
 )
 from crosscloud_trainer.failures import Failure, invalid
@@ -162,6 +163,8 @@ def _train(
     status_path = folder / "status.json"
     for number, environment in enumerate(environments):
         environment[ERROR_FILE] = str(folder / f"rank-{number}.error.json")
+        if run.script is not None:
+            expect_training(Path(environment[ERROR_FILE]))
         if number == 0:
             environment[STATUS_FILE] = str(status_path)
     starting("loading torch and DeepSpeed")

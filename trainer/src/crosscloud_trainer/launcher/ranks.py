@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from crosscloud_trainer.contract import ExitCode
-from crosscloud_trainer.environment import ERROR_FILE, PARENT, unfinished
+from crosscloud_trainer.environment import ERROR_FILE, NOT_JOINED, PARENT, unfinished
 
 _EXPLAIN_SECONDS = 5.0  # how long a rank that lost a peer waits for that peer's own words
 _EARLY_SECONDS = 30.0  # how long others go on beside one that ended without an error, but too early
@@ -36,6 +36,14 @@ def exit_code(wait_status: int) -> int:
     """A process's exit code as a container would show it: 128 + number for a signal."""
     code = os.waitstatus_to_exitcode(wait_status)
     return code if code >= 0 else 128 - code
+
+
+def in_words(code: int) -> str:
+    """How a process with this exit code ended, as a container would show it."""
+    if code > 128:
+        number = code - 128
+        return f"was killed by {signal.Signals(number).name if number in set(signal.Signals) else number}"
+    return f"ended with exit code {code}"
 
 
 def rank_environments(
@@ -146,6 +154,9 @@ class RankGroup:
 
     def _verdict(self, ended: Mapping[int, int], stopped: bool) -> RankExit:
         failed = [(rank, code) for rank, code in ended.items() if code != 0]
+        if not failed and (strangers := [rank for rank in self._early(ended) if self._left(rank) == NOT_JOINED]):
+            message = f"rank {strangers[0]} ended with exit code 0, but {NOT_JOINED}"
+            return RankExit(ExitCode.INVALID_INPUT, message, strangers[0])
         early = self._early(ended) if failed or len(ended) < len(self._errors) else []
         if not failed and not early:
             return RankExit(ExitCode.SUCCEEDED, "")
@@ -163,6 +174,13 @@ class RankGroup:
         """Ranks that ended without an error before their training had."""
         return sorted(rank for rank, code in ended.items() if code == 0 and unfinished(self._errors[rank]).exists())
 
+    def _left(self, rank: int) -> str:
+        """What the file says that is there until the rank's training has ended."""
+        try:
+            return unfinished(self._errors[rank]).read_text()
+        except OSError:
+            return ""
+
     def _message(self, rank: int, code: int) -> str:
         try:
             left = self._errors[rank].read_text(errors="replace")
@@ -170,11 +188,8 @@ class RankGroup:
             left = ""
         if left:
             return f"rank {rank}: {left}"
-        if code > 128:
-            name = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else str(code - 128)
-            return f"rank {rank} was killed by {name}"
         last = self._last_lines.get(rank, "")[:_LAST_LINE_LETTERS]  # of a traceback, what was raised
-        return f"rank {rank} ended with exit code {code}" + (f"; its last line: {last}" if last else "")
+        return f"rank {rank} {in_words(code)}" + (f"; its last line: {last}" if last and code <= 128 else "")
 
     def _reap(self) -> dict[int, int]:
         """Exit codes of ranks that ended. Orphans are reaped too, since in a container this process is PID 1."""

@@ -30,6 +30,7 @@ class _Content:
     uid: str = rule()
     attempt: int = rule(0, minimum=0)  # the last one
     checkpoints: tuple[StoredCheckpoint, ...] = rule((), max_items=MAX_REMEMBERED)  # newest first
+    succeeded: bool = rule(False)
 
 
 class JobRecord:
@@ -44,10 +45,16 @@ class JobRecord:
         return cls(folder / RECORD, _Content(uid))
 
     @classmethod
-    def open(cls, folder: Path, *, resume: bool) -> JobRecord:
-        """A new job's, or where `resume` is set the one that an earlier run left in `folder`. Raises Failure."""
+    def open(cls, folder: Path, *, resume: bool, overwrite: bool = False) -> JobRecord:
+        """A new job's, or where `resume` is set the one that an earlier run left in `folder`.
+
+        Raises Failure where there is nothing to resume, and where a new job would take the place of checkpoints from
+        which an earlier one can go on, unless `overwrite` is set.
+        """
         path = folder / RECORD
         if not resume:
+            if not overwrite:
+                cls._refuse_unfinished(path)
             return cls.new(folder, str(uuid.uuid4()))
         try:
             found = read_json(_Content, path.read_bytes())
@@ -57,6 +64,21 @@ class JobRecord:
         if not found.checkpoints:
             raise invalid([f"--resume: the run in {folder} has left no checkpoint; leave --resume out to begin anew"])
         return cls(path, found)
+
+    @staticmethod
+    def _refuse_unfinished(path: Path) -> None:
+        try:
+            found = read_json(_Content, path.read_bytes())
+        except (OSError, InvalidDocument):
+            return
+        if found.checkpoints and not found.succeeded:
+            step = found.checkpoints[0].step
+            raise invalid(
+                [
+                    f"--out: the run in {path.parent} has ended early, with a checkpoint of step {step}; --resume goes "
+                    "on from there, --overwrite begins anew, and another folder keeps both"
+                ]
+            )
 
     @property
     def uid(self) -> str:
@@ -73,6 +95,11 @@ class JobRecord:
     def begin(self, attempt: int) -> None:
         """An attempt begins: its number is never used again."""
         self._save(replace(self._content, attempt=attempt))
+
+    def succeed(self) -> None:
+        """The job has come to its end. On a full disk it is forgotten: then the next run asks once more than needed."""
+        with contextlib.suppress(OSError):
+            self._save(replace(self._content, succeeded=True))
 
     def see(self, reports: Iterable[Report], keep: int, acknowledged: Path) -> None:
         """Remember the newest checkpoint of the present attempt's reports, then acknowledge it in a file.
