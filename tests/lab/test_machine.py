@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ordinary_user import ordinary_user
 
 from crosscloud_lab import preflight
 from crosscloud_lab.binaries import UNITS, Binaries, GoToolchain, plugins_kept, staging_replaced
@@ -19,14 +20,6 @@ from crosscloud_lab.paths import cache_dir, state_dir
 from crosscloud_lab.progress import default_progress
 
 GIB = 2**30
-
-
-def test_neither_root_nor_linux_are_both_told() -> None:
-    found = preflight._system_findings("darwin", 501)
-    assert len(found) == 2
-    assert "Linux only" in found[0]
-    assert "run it as root" in found[1]
-    assert preflight._system_findings("linux", 0) == []
 
 
 def test_too_little_memory_and_disk_are_told_with_need_and_amount(tmp_path: Path) -> None:
@@ -155,6 +148,42 @@ def test_bad_arguments_end_in_one_message(arguments: list[str], said: str, tmp_p
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not any(tmp_path.iterdir()), "half-made state"
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+@pytest.mark.parametrize(
+    "command",
+    ["from crosscloud_lab.cli import main; main(['up'])", "from crosscloud_lab.demo.__main__ import main; exit(main())"],
+    ids=["crosscloud-lab up", "make demo"],
+)
+def test_without_root_or_linux_nothing_is_made_and_both_are_told_at_once(command: str, platform: str) -> None:
+    load, _, call = command.partition("; ")
+    # Control groups are read from /proc, which only Linux has.
+    program = f"{load}; import sys; from crosscloud_lab import cgroups; del cgroups.ledger_root; "
+    program += f"sys.platform = {platform!r}; {call}"
+    with ordinary_user() as user:
+        env = {**user.environ, "CROSSCLOUD_LAB_STATE": str(user.home / "labs")}
+        line = [*user.prefix, sys.executable, "-c", program]
+        done = subprocess.run(line, env=env, cwd=user.home, capture_output=True, text=True, check=False, timeout=60)
+        assert not any(user.home.iterdir()), "half-made state"
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "Traceback" not in said
+    title, *findings = said.splitlines()
+    assert title.endswith("this machine can't carry the lab:")
+    if platform == "darwin":
+        assert "operating system darwin: the lab runs on Linux only" in findings.pop(0)
+    assert len(findings) == 1
+    assert "run it as root" in findings[0]
+
+
+def test_a_folder_that_the_demo_can_not_make_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "demo").touch()
+    command = [sys.executable, "-m", "crosscloud_lab.demo"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "demo: demo: File exists" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_a_cache_that_can_not_be_made_is_one_message(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from crosscloud_lab import preflight
 from crosscloud_lab.binaries import Binaries
 from crosscloud_lab.builds import build_all
-from crosscloud_lab.errors import LabError
+from crosscloud_lab.errors import LabError, in_words
 from crosscloud_lab.images import build_images, load_archive
 from crosscloud_lab.lab import Lab, LabStatus, remove_lab
 from crosscloud_lab.labfile import DEFAULT_NAME, check_lab_name, read_lab_file
@@ -36,11 +36,8 @@ def _told(command: Callable[..., None]) -> Callable[..., None]:
         interrupt_when_asked_to_end()
         try:
             command(*args, **kwargs)
-        except LabError as error:
-            click.echo(f"crosscloud-lab: {error}", err=True)
-            sys.exit(1)
-        except OSError as error:  # a folder that isn't ours, a full disk
-            click.echo(f"crosscloud-lab: {error.filename or 'system'}: {error.strerror or error}", err=True)
+        except (LabError, OSError) as error:
+            click.echo(f"crosscloud-lab: {in_words(error)}", err=True)
             sys.exit(1)
         except KeyboardInterrupt:
             click.echo("crosscloud-lab: interrupted; run the same command again to go on", err=True)
@@ -65,6 +62,7 @@ def main(context: click.Context, name: str) -> None:
 @_told
 def up(name: str, path: Path | None) -> None:
     """Bring the lab up, or repair it; a healthy lab is left as it is."""
+    preflight.require_root()
     progress = default_progress()
     lab = Lab(read_lab_file(path), progress) if path or name == DEFAULT_NAME else Lab.open(name, progress)
     if path and name not in (DEFAULT_NAME, lab.spec.name):

@@ -36,3 +36,10 @@ class ComponentError(LabError):
 
 class Ended(LabError):
     """A program was ended, or not started, because another task failed or the user interrupted."""
+
+
+def in_words(error: Exception) -> str:
+    """What a user is told of an error; of one of the system's, such as a full disk, which file it is about."""
+    if isinstance(error, OSError):
+        return f"{error.filename or 'system'}: {error.strerror or error}"
+    return str(error)

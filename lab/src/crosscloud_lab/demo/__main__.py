@@ -9,12 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from crosscloud_lab import preflight
 from crosscloud_lab.builds import build_all
 from crosscloud_lab.demo import steps
 from crosscloud_lab.demo.follow import JobEndedBadly, follow
 from crosscloud_lab.demo.plot import draw
 from crosscloud_lab.demo.summary import goodbye, summarise
-from crosscloud_lab.errors import LabError, PreflightError
+from crosscloud_lab.errors import LabError, PreflightError, in_words
 from crosscloud_lab.images import load_images
 from crosscloud_lab.lab import Lab
 from crosscloud_lab.labfile import read_lab_file
@@ -34,8 +35,8 @@ def main() -> int:
     except PreflightError as fault:
         console.print(f"demo: {fault}", markup=False)
         return 1
-    except (LabError, JobEndedBadly) as fault:
-        console.print(f"\n[bold red]demo: {escape(str(fault))}[/]")
+    except (LabError, JobEndedBadly, OSError) as fault:
+        console.print(f"\n[bold red]demo: {escape(in_words(fault))}[/]")
         console.print("The lab stays up for a look; run `make demo` again to go on, or `make down` to clean up.")
         return 1
     except KeyboardInterrupt:
@@ -44,6 +45,7 @@ def main() -> int:
 
 
 def _run(console: Console) -> int:
+    preflight.require_root()
     OUT.mkdir(exist_ok=True)
     phases = steps.Phases(console, total=7)
     progress = default_progress()
