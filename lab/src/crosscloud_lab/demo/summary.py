@@ -14,8 +14,11 @@ from crosscloud_lab.demo.steps import Written
 from crosscloud_lab.lab import Lab
 
 
-def summarise(console: Console, story: Story, written: Written, picture: Path) -> None:
-    """Facts of the run: places, loss, speed, bytes at the interface against dense fp32, digests, what it writes."""
+def summarise(console: Console, story: Story, written: Written, picture: Path) -> bool:
+    """Facts of the run: places, loss, speed, bytes at the interface against dense fp32, digests, what it writes.
+
+    False where the replicas' weights are not the same.
+    """
     status, last = story.status, story.samples[-1]
     progress = status["progress"]
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -40,6 +43,7 @@ def summarise(console: Console, story: Story, written: Written, picture: Path) -
     text.add_row("it went on", Text(written.continuation))
     title = f"What it writes after {last.progress.tokens:,} tokens: the shape of Python, not yet its sense"
     console.print(Panel(text, title=title, title_align="left", expand=False))
+    return same
 
 
 def mean_speed(story: Story) -> float:
