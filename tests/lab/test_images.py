@@ -10,8 +10,9 @@ import pytest
 from crosscloud_lab.archives import Archives
 from crosscloud_lab.builder import pip_configuration
 from crosscloud_lab.errors import LabError
-from crosscloud_lab.recipe import context_paths, image_names, parse_stages
+from crosscloud_lab.recipe import TARGETS, context_paths, image_names, parse_stages
 
+ROOT = Path(__file__).parents[2]
 DOCKERFILE = """\
 ARG BASE=python
 FROM ${BASE} AS base
@@ -56,6 +57,18 @@ def test_a_change_renames_exactly_the_images_it_goes_into(tree: Path) -> None:
     (tree / "trainer/src/a.py").rename(tree / "trainer/src/b.py")
     assert image_names(tree)["trainer"] != after["trainer"]
     assert image_names(tree)["gateway"] == before["gateway"]
+
+
+def test_each_image_runs_as_a_user_without_rights_where_no_pod_says_so() -> None:
+    users: dict[str, str] = {}
+    stage = ""
+    for line in (ROOT / "Dockerfile").read_text().splitlines():
+        match line.split():
+            case ["FROM", parent, "AS", stage]:
+                users[stage] = users.get(parent, "root")
+            case ["USER", user]:
+                users[stage] = user
+    assert {target: users[target] for target in TARGETS} == dict.fromkeys(TARGETS, "65532:65532")
 
 
 def test_a_tree_without_what_is_needed_is_told_in_words(tree: Path) -> None:
