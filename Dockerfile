@@ -5,9 +5,14 @@
 #
 # BASE is any Debian with Python 3.11, its venv module and CA certificates. Versions are those of
 # requirements/constraints.txt. What Python packages need lies in a layer below our own sources, so that a change of ours
-# doesn't fetch them again. A folder of wheels that is mounted into the build is used with
-# `--build-arg PIP_FIND_LINKS=FOLDER`.
+# doesn't fetch them again.
+#
+# What a machine needs to reach a package index goes into no layer: `--secret id=pip,src=/etc/pip.conf`, and
+# `--secret id=ca,src=FILE` for certificates. A folder of wheels that the index doesn't have comes with
+# `--build-context local-wheels=FOLDER --build-arg PIP_FIND_LINKS=/mnt/wheels`.
 ARG BASE=python:3.11-slim-bookworm
+
+FROM scratch AS local-wheels
 
 FROM ${BASE} AS base
 RUN groupadd --gid 65532 crosscloud \
@@ -29,14 +34,20 @@ FROM python AS wheels
 ARG PIP_FIND_LINKS
 COPY trainer trainer
 COPY operator operator
-RUN pip wheel --no-deps --wheel-dir /wheels ./trainer ./operator
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
+    --mount=type=bind,from=local-wheels,target=/mnt/wheels \
+    pip wheel --no-deps --wheel-dir /wheels ./trainer ./operator
 
 # The dependencies come with packages that are still empty; the wheels of the sources follow in a layer of their own.
 FROM python AS operator
 ARG PIP_FIND_LINKS
 COPY trainer/pyproject.toml trainer/
 COPY operator/pyproject.toml operator/
-RUN mkdir trainer/src operator/src && pip install ./trainer ./operator && rm -r trainer operator
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
+    --mount=type=bind,from=local-wheels,target=/mnt/wheels \
+    mkdir trainer/src operator/src && pip install ./trainer ./operator && rm -r trainer operator
 COPY --from=wheels /wheels wheels
 RUN pip install --no-deps --no-index --force-reinstall wheels/*.whl
 WORKDIR /
@@ -46,7 +57,10 @@ ENTRYPOINT ["crosscloud-operator"]
 FROM python AS trainer
 ARG PIP_FIND_LINKS
 COPY trainer/pyproject.toml trainer/
-RUN mkdir trainer/src && pip install './trainer[torch]' && rm -r trainer
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
+    --mount=type=bind,from=local-wheels,target=/mnt/wheels \
+    mkdir trainer/src && pip install './trainer[torch]' && rm -r trainer
 COPY --from=wheels /wheels wheels
 RUN pip install --no-deps --no-index --force-reinstall wheels/crosscloud_trainer-*.whl
 WORKDIR /

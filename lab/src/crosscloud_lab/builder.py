@@ -1,9 +1,10 @@
-"""Builds container images: by docker where an engine answers, else by buildah, which needs no daemon."""
+"""Builds container images: by docker where an engine and its BuildKit answer, else by buildah, without a daemon."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -21,7 +22,8 @@ _BASE = f"crosscloud.dev/base:{_SUITE}-1"
 _BASE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _WHEELS_MOUNT = "/mnt/wheels"
 _CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem")
-_CA_IN_IMAGE = "/etc/ssl/certs/ca-certificates.crt"
+# Where a build finds the machine's files, as the Dockerfile has it too.
+_IN_IMAGE = {"pip": "/etc/pip.conf", "ca": "/etc/ssl/certs/ca-certificates.crt"}
 # buildah leaves mounts behind when it fails or is killed; in a namespace of their own they end with it.
 _PRIVATE_MOUNTS = ("unshare", "--mount")
 _BASE_SCRIPT = """
@@ -68,22 +70,31 @@ class Builder(Protocol):
 
 
 def find_builder(folder: Path, progress: Progress) -> Builder:
-    """Docker when an engine answers; buildah otherwise, installed where there is apt."""
-    if shutil.which("docker") and succeeds(["docker", "version", "--format", "{{.Server.Version}}"]):
-        return Docker()
+    """Docker when an engine answers and there is buildx; buildah otherwise, installed where there is apt."""
+    docker = (["docker", "version", "--format", "{{.Server.Version}}"], ["docker", "buildx", "version"])
+    if shutil.which("docker") and all(map(succeeds, docker)):
+        return Docker(folder)
     ensure_packages(IMAGE_TOOLS, progress)
     return Buildah(folder, progress)
 
 
 class Docker:
-    """Images live in docker's own store."""
+    """Images live in docker's own store. The Dockerfile says where secrets and the context of wheels are mounted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def has(self, name: str) -> bool:
         return succeeds(["docker", "image", "inspect", name])
 
     def build(self, request: BuildRequest, note: Note) -> None:
-        command = ["docker", "build", "--network=host", f"--target={request.target}", f"--tag={request.name}"]
-        stream([*command, request.root], _steps(note), what=f"docker build of {request.target}")
+        command = ["docker", "buildx", "build", "--load", "--progress=plain", "--network=host"]
+        command += [f"--secret=id={name},src={source}" for name, source in _machine_files(self._folder).items()]
+        if request.wheels:
+            command.append(f"--build-context=local-wheels={request.wheels.resolve()}")
+            command.append(f"--build-arg=PIP_FIND_LINKS={_WHEELS_MOUNT}")
+        command += [f"--target={request.target}", f"--tag={request.name}", str(request.root)]
+        stream(command, _steps(note), what=f"docker build of {request.target}")
 
     def export(self, name: str, archive: Path) -> None:
         run(["docker", "save", f"--output={archive}", name], timeout=1800)
@@ -142,15 +153,8 @@ class Buildah:
         return [f"--signature-policy={self._policy}"]
 
     def _mounts(self, request: BuildRequest) -> list[tuple[Path, str]]:
-        """What the machine knows about package indexes and certificates, and the wheels beside the checkout."""
-        mounts = []
-        bundle = next((Path(path) for path in _CA_BUNDLES if Path(path).exists()), None)
-        if bundle:
-            mounts.append((bundle.resolve(), _CA_IN_IMAGE))
-        configuration = self._folder / "pip.conf"
-        listed = run([sys.executable, "-m", "pip", "config", "list"])
-        configuration.write_text(pip_configuration(listed, _CA_IN_IMAGE if bundle else None))
-        mounts.append((configuration, "/etc/pip.conf"))
+        """The machine's files and the wheels beside the checkout, with where they lie in the build."""
+        mounts = [(source, _IN_IMAGE[name]) for name, source in _machine_files(self._folder).items()]
         if request.wheels:
             mounts.append((request.wheels.resolve(), _WHEELS_MOUNT))
         return mounts
@@ -167,6 +171,15 @@ class Buildah:
             environment = {**os.environ, **names, "BASE_PATH": _BASE_PATH}
             run([*_PRIVATE_MOUNTS, "sh", "-ec", _BASE_SCRIPT], env=environment, timeout=3600)
         return _BASE
+
+
+def _machine_files(folder: Path) -> dict[str, Path]:
+    """What the machine knows about package indexes and certificates, for the time of a build: files by name."""
+    bundle = next((Path(path) for path in _CA_BUNDLES if Path(path).exists()), None)
+    listed = run([sys.executable, "-m", "pip", "config", "list"])
+    configuration = folder / "pip.conf"
+    configuration.write_text(pip_configuration(listed, _IN_IMAGE["ca"] if bundle else None))
+    return {"pip": configuration, **({"ca": bundle.resolve()} if bundle else {})}
 
 
 def pip_configuration(listed: str, bundle: str | None) -> str:
@@ -189,10 +202,10 @@ def superseded(name: str, keep: Sequence[str]) -> bool:
 
 
 def _steps(note: Note) -> Callable[[str], None]:
-    """Notes the step that a build begins."""
+    """Notes each step that begins: `[3/4] STEP 3/6: RUN ...` (buildah), `#7 [operator 3/6] RUN ...` (BuildKit)."""
 
     def told(line: str) -> None:
-        if line.startswith(("STEP", "Step")):
-            note(line.strip()[:80])
+        if found := re.match(r"#\d+ (?=\[)|(?=(\[\S+\] )?STEP )", line):
+            note(re.sub(r"--mount=\S+\s*", "", line[found.end() :]).strip()[:80])
 
     return told
