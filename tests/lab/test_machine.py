@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ordinary_user import ordinary_user
@@ -13,11 +15,13 @@ from ordinary_user import ordinary_user
 from crosscloud_lab import preflight
 from crosscloud_lab.binaries import UNITS, Binaries, GoToolchain, plugins_kept, staging_replaced
 from crosscloud_lab.cgroups import hierarchies, ledger_root
-from crosscloud_lab.errors import LabError
+from crosscloud_lab.errors import LabError, PreflightError
+from crosscloud_lab.labfile import parse_lab
 from crosscloud_lab.limits import raise_limits, restore_limits
 from crosscloud_lab.packages import busybox_is_static
 from crosscloud_lab.paths import cache_dir, state_dir
-from crosscloud_lab.progress import default_progress
+from crosscloud_lab.plan import plan_lab
+from crosscloud_lab.progress import SilentProgress, default_progress
 
 GIB = 2**30
 
@@ -36,6 +40,57 @@ def test_a_state_folder_that_clusters_cannot_see_is_refused() -> None:
     )
     assert len(found) == 1
     assert "CROSSCLOUD_LAB_STATE" in found[0]
+
+
+def test_each_thing_that_the_kernel_can_not_do_is_a_sentence_with_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes = [
+        ("bridges", "echo no such device >&2; exit 2"),
+        ("pairs", "true"),
+        ("buckets", "echo no qdisc >&2; false"),
+    ]
+    monkeypatch.setattr(preflight, "_PROBES", probes)
+    monkeypatch.setattr(preflight, "missing_packages", lambda _: [])
+    monkeypatch.setattr(preflight, "missing_sentences", lambda _: [])
+    monkeypatch.setattr(preflight, "_memory_available", lambda: 64 * GIB)
+    monkeypatch.setattr("crosscloud_lab.network.host_conflicts", lambda _: ["10.77.0.0/24 on eth0"])
+    monkeypatch.setattr("crosscloud_lab.cgroups.hierarchies", dict)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=50 * GIB))
+    monkeypatch.setenv("PATH", str(without_modprobe(tmp_path)))
+    lab = plan_lab(parse_lab("clusters: [{name: solo, nodes: [{count: 1}]}]"))
+    with pytest.raises(PreflightError) as caught:
+        preflight.check(lab, tmp_path, tmp_path, running=False, progress=SilentProgress())
+    groups, bridges, buckets, network = caught.value.findings
+    assert groups == "kernel: no cgroup hierarchy is mounted: mount cgroups (version 1 or 2) under /sys/fs/cgroup"
+    assert bridges == "kernel: bridges don't work here (no such device)"
+    assert buckets == "kernel: buckets don't work here (no qdisc)"
+    assert "10.77.0.0/24 on eth0" in network
+    # A lab that runs has shown what the kernel can.
+    with pytest.raises(PreflightError) as caught:
+        preflight.check(lab, tmp_path, tmp_path, running=True, progress=SilentProgress())
+    assert caught.value.findings == (network,)
+
+
+def without_modprobe(folder: Path) -> Path:
+    """A path on which `unshare` only runs what it is given, and nothing loads a module."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "unshare").write_text('#!/bin/sh\nwhile [ "$1" != sh ]; do shift; done\nexec /bin/"$@"\n')
+    (folder / "bin" / "unshare").chmod(0o755)
+    return folder / "bin"
+
+
+def test_too_little_room_to_build_programs_is_told_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1.5 * GIB))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(LabError) as caught:
+        Binaries(tmp_path).ensure(default_progress())
+    assert str(caught.value) == (
+        f"building the Kubernetes binaries needs 6 GiB in {tmp_path / 'go'}, 1.5 GiB are free: "
+        "free some, or set XDG_CACHE_HOME to a larger disk"
+    )
 
 
 def test_folders_follow_the_environment() -> None:
@@ -154,7 +209,10 @@ def test_bad_arguments_end_in_one_message(arguments: list[str], said: str, tmp_p
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
 @pytest.mark.parametrize(
     "command",
-    ["from crosscloud_lab.cli import main; main(['up'])", "from crosscloud_lab.demo.__main__ import main; exit(main())"],
+    [
+        "from crosscloud_lab.cli import main; main(['up'])",
+        "from crosscloud_lab.demo.__main__ import main; exit(main())",
+    ],
     ids=["crosscloud-lab up", "make demo"],
 )
 def test_without_root_or_linux_nothing_is_made_and_both_are_told_at_once(command: str, platform: str) -> None:
