@@ -14,11 +14,17 @@ from ruamel.yaml import YAML
 ROOT = Path(__file__).resolve().parents[1]
 CRDS = ROOT / "crds"
 EXAMPLES = CRDS / "examples"
+EVERY_EXAMPLE = sorted(path for folder in (EXAMPLES, ROOT / "examples") for path in folder.rglob("*.yaml"))
 JOB_CRD = CRDS / "crosscloud.dev_crosscloudtrainingjobs.yaml"
 MEMBER_CRD = CRDS / "crosscloud.dev_memberclusters.yaml"
 
 JOBS = "/apis/crosscloud.dev/v1alpha1/namespaces/ml/crosscloudtrainingjobs"
 MEMBERS = "/apis/crosscloud.dev/v1alpha1/memberclusters"
+
+
+def example_name(path: Path) -> str:
+    """`examples/tiny.yaml`."""
+    return str(path.relative_to(ROOT))
 
 
 def load_yaml(text: str) -> Any:

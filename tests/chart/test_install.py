@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from apiserver import ApiServer, api_server
-from crdfiles import EXAMPLES, JOBS, load_yaml
+from crdfiles import EVERY_EXAMPLE, EXAMPLES, JOBS, example_name, load_yaml
 from helmchart import CHART, NAMESPACE, HelmFailed, account_token, as_sets, helm, only, rendered
 
 PATCH = "application/json-patch+json"
@@ -86,7 +86,7 @@ def test_the_api_server_takes_what_every_value_brings(hub: ApiServer) -> None:
     hub.kubectl(*apply, stdin=json.dumps(objects))
 
 
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("example", EVERY_EXAMPLE, ids=example_name)
 def test_the_examples_can_be_applied(hub: ApiServer, example: Path) -> None:
     hub.kubectl("apply", "--dry-run=server", "-f", str(example))
 

@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 from apiserver import ApiServer
-from crdfiles import EXAMPLES, JOBS, MEMBERS, changed, job, load_yaml, member, minimal_spec, refused_fields
+from crdfiles import (
+    EVERY_EXAMPLE,
+    EXAMPLES,
+    JOBS,
+    MEMBERS,
+    changed,
+    example_name,
+    job,
+    load_yaml,
+    member,
+    minimal_spec,
+    refused_fields,
+)
 
 from crosscloud_trainer.contract import InvalidDocument, JobSpec, read
 
@@ -274,7 +286,7 @@ def test_a_bad_member_is_refused_by_the_name_of_its_field(hub: ApiServer, edits:
     assert f"spec.{field}" in refused_fields(answer), answer["message"]
 
 
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("example", EVERY_EXAMPLE, ids=example_name)
 def test_the_examples_are_taken(hub: ApiServer, example: Any) -> None:
     hub.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", str(example))
     document = load_yaml(example.read_text())
