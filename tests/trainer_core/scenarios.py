@@ -226,7 +226,7 @@ def pipeline_stage(
     engine = build(cut, optimizer, settings, schedule, Whole(index, names) if stages > 1 else None)
     seen: dict[str, Any] = {"losses": [], "norms": [], "applied": []}
     data = list(batches(rank, steps * micro_batches))
-    pipeline = Pipeline(engine, Position(stage, stages), StoreNeighbours(store, stage, rank))
+    pipeline = Pipeline(engine, Position(stage, stages), StoreNeighbours(store, stage, rank), device)
     if stages > 1:
         group = TorchGroup(device)
         engine.exchange = StageNorm(StageTotals(group, StoreLeaders(store, stage, stages) if rank == 0 else None))

@@ -3,8 +3,13 @@
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from trainer_core.launch import Replica, named
+
+from crosscloud_trainer.engine import StepReport
+from crosscloud_trainer.group import TorchGroup
+from crosscloud_trainer.pipeline import Pipeline, Position
 
 STEPS = 50
 BAD_STEP = 3
@@ -59,3 +64,68 @@ def test_a_gradient_that_is_not_finite_on_one_stage_has_all_stages_skip_the_step
 def test_bf16_learns_through_stages_too(results):
     losses = results["bf16"][-1]["losses"][0]
     assert losses[-1] < 0.95 * losses[0]
+
+
+class OnAnotherDevice:
+    """An engine on a device that computes no values; it takes none from another one."""
+
+    def __init__(self):
+        self.weight = torch.ones(3, device="meta", requires_grad=True)
+
+    def __call__(self, given, labels):
+        assert (given.device.type, labels) == ("meta", None)
+        return given * self.weight
+
+    def backward(self, loss):
+        assert loss.device.type == "meta"
+        loss.backward()
+
+    def step(self):
+        return StepReport(True, 0, 1.0, 0.1)
+
+
+class Post:
+    """Neighbours whose values come from their mail, in main memory; tells the device of what goes out."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send_activation(self, micro_batch, values):
+        self.sent.append(("activation", micro_batch, values.device.type))
+
+    def send_gradient(self, micro_batch, values):
+        self.sent.append(("gradient", micro_batch, values.device.type))
+
+    def receive_activation(self, _micro_batch):
+        return torch.ones(2, 3)
+
+    receive_gradient = receive_activation
+
+
+def test_a_stage_computes_on_its_own_device_with_what_comes_to_main_memory():
+    engine, post = OnAnotherDevice(), Post()
+    batches = [({"input_ids": torch.ones(2), "labels": torch.ones(2)}, 1.0)] * 2
+    Pipeline(engine, Position(1, 3), post, torch.device("meta")).step(batches)
+    kinds = ("activation", "activation", "gradient", "gradient")
+    assert post.sent == [(kind, number, "meta") for kind, number in zip(kinds, (0, 1, 0, 1), strict=True)]
+    assert engine.weight.grad.device.type == "meta"
+
+
+class Placed:
+    """Values that only say where they lie, as no second kind of device is here."""
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+
+    def to(self, device):
+        return Placed(device)
+
+
+def test_sums_are_made_on_the_device_of_the_group_and_come_back_to_that_of_their_values(monkeypatch):
+    told = []
+    monkeypatch.setattr(dist, "get_rank", lambda _group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda _group: 1)
+    monkeypatch.setattr(dist, "all_reduce", lambda values, group: told.append((values.device.type, group)))
+    group = TorchGroup(torch.device("cuda"))
+    assert [group.sums(Placed(device)).device.type for device in ("cpu", "cuda")] == ["cpu", "cuda"]
+    assert told == [("cuda", None)] * 2

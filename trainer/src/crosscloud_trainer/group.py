@@ -17,7 +17,9 @@ class ReplicaTotals(Protocol):
         ...
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise sums over all ranks; fp64, equally long on all of them. May overwrite `values`."""
+        """Elementwise sums over all ranks; fp64, equally long on all of them, on the device that `values` are on. May
+        overwrite `values`.
+        """
         ...
 
 
@@ -52,8 +54,9 @@ class TorchGroup:
         return [int(count) for count in tensor.tolist()]
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(values, group=self._group)
-        return values
+        told = values.to(self._device)
+        dist.all_reduce(told, group=self._group)
+        return told.to(values.device)
 
     def swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[int]) -> list[torch.Tensor]:
         sent = torch.cat([part.to(self._device) for part in outgoing])

@@ -20,8 +20,8 @@ Batch = Mapping[str, torch.Tensor]
 
 
 class Neighbours(Protocol):
-    """The ranks with this one's number in the stages before and after it. Calls that wait raise what ends the
-    attempt.
+    """The ranks with this one's number in the stages before and after it. Values go out from any device and come in on
+    any. Calls that wait raise what ends the attempt.
     """
 
     def send_activation(self, micro_batch: int, values: torch.Tensor) -> None:
@@ -67,10 +67,13 @@ class _Pending:
 
 
 class Pipeline:
-    """The passes of one stage's rank. The engine's module is a `Stage`, and its settings leave accumulation to us."""
+    """The passes of one stage's rank. The engine's module is a `Stage` on `device`, and its settings leave accumulation
+    to us.
+    """
 
-    def __init__(self, engine: Engine, position: Position, neighbours: Neighbours) -> None:
+    def __init__(self, engine: Engine, position: Position, neighbours: Neighbours, device: torch.device) -> None:
         self._engine, self._position, self._neighbours = engine, position, neighbours
+        self._device = device
 
     def step(self, batches: Sequence[tuple[Batch, float]]) -> tuple[float, StepReport]:
         """An inner step; returns the mean loss over the micro-batches (NaN on all stages but the last) and what the
@@ -106,7 +109,7 @@ class Pipeline:
         if position.first:
             given = batch["input_ids"]
         else:
-            given = self._neighbours.receive_activation(number)
+            given = self._neighbours.receive_activation(number).to(self._device)
             given.requires_grad_(torch.is_grad_enabled())
         result: torch.Tensor = self._engine(given, labels=batch["labels"] if position.last else None, **more)
         if position.last:
@@ -121,7 +124,7 @@ class Pipeline:
             loss = pending.result / micro_batches
         else:
             # A loss whose gradient at the result is the one that the next stage found; also ZeRO 0 takes a scalar.
-            gradient = self._neighbours.receive_gradient(pending.number)
+            gradient = self._neighbours.receive_gradient(pending.number).to(self._device)
             loss = (pending.result.float() * gradient.float()).sum()
         self._engine.backward(loss)
         if not self._position.first:

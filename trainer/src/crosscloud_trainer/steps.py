@@ -53,7 +53,7 @@ class Steps:
         self._replica = self.meeting.totals(self.device)
         self._pipeline: Pipeline | None = None
         if self.meeting.stages is not None:
-            self._pipeline = Pipeline(self.trained, self.place.position, self.meeting.stages)
+            self._pipeline = Pipeline(self.trained, self.place.position, self.meeting.stages, self.device)
         training = self.place.attempt.run.training
         self._tokens = training.batch_size // self.place.ranks * training.sequence_length  # of this rank, in a step
         self._shown = time.monotonic()
