@@ -55,6 +55,36 @@ def test_stages_one_after_the_other_have_the_loss_and_the_gradients_of_the_whole
     assert sorted(seen) == sorted(parameters)
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gpt_neox", {"hidden_dropout": 0.3}),
+        ("phi", {"embd_pdrop": 0.3}),
+        ("gptj", {"embd_pdrop": 0.3, "rotary_dim": 4}),
+        ("codegen", {"embd_pdrop": 0.3, "rotary_dim": 4}),
+    ],
+)
+def test_dropout_is_where_the_whole_model_has_it(kind, more):
+    whole, tokens = model(kind, **more), batch()
+    drawn = torch.get_rng_state()
+    stages = [Stage(copy.deepcopy(whole), number, 3) for number in range(3)]
+    assert torch.equal(torch.get_rng_state(), drawn)
+    places = [name for stage in stages for name, part in stage.named_modules() if isinstance(part, torch.nn.Dropout)]
+    assert sorted(places) == sorted(
+        f"model.{name}" for name, part in whole.named_modules() if isinstance(part, torch.nn.Dropout)
+    )
+    torch.manual_seed(7)
+    expected = whole(input_ids=tokens, labels=tokens).loss
+    torch.manual_seed(7)  # the stages draw what the whole model draws, in the same order
+    passed = tokens
+    for stage in stages:
+        passed = stage(passed, tokens) if stage.last else stage(passed)
+    assert float(passed.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    whole.eval()
+    undropped = whole(input_ids=tokens, labels=tokens).loss
+    assert float(expected.detach()) != pytest.approx(float(undropped.detach()), rel=1e-4)
+
+
 def test_padding_and_positions_reach_every_stage():
     whole, tokens = model("llama"), batch()
     mask = torch.ones_like(tokens)
@@ -82,6 +112,12 @@ def test_padding_and_positions_reach_every_stage():
             {"embedding_multiplier": 12.0},
             2,
             "granite computes more between its parts than its pipeline plan says",
+        ),
+        (
+            "starcoder2",
+            {"embedding_dropout": 0.1},
+            3,
+            "starcoder2 drops out more between its parts than its pipeline plan says",
         ),
         ("llama", {"tie_word_embeddings": True}, 2, "tied embedding would lie on two stages"),
     ],

@@ -1,8 +1,9 @@
 """A causal model cut into pipeline stages: which modules a stage keeps, and what it computes.
 
-`transformers` says of each model type that can be cut what its parts are (`base_model_pp_plan`: an embedding, the
-layers, what follows them). A stage keeps its own and passes hidden states through the others' places, so that
-parameters keep their full-model names and the model's own code makes masks and positions on every stage.
+`transformers` says of each model type that can be cut what its parts are, in their order (`base_model_pp_plan`: an
+embedding, maybe its dropout, the layers, what follows them). A stage keeps its own and passes hidden states through the
+others' places, so that parameters keep their full-model names and the model's own code makes masks and positions on
+every stage.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Passed(torch.nn.Module):
 
 @dataclass(frozen=True)
 class _Plan:
-    embedding: str
+    """Names of the parts: the embedding and what else comes before the layers, the layers, what follows them."""
+
+    before: tuple[str, ...]
     layers: str
     after: tuple[str, ...]
 
@@ -77,7 +80,9 @@ def plan_of(model: PreTrainedModel, count: int) -> _Plan:
         )
     if faults:
         raise invalid([Problem(FIELD, count, fault) for fault in faults])
-    return _Plan(embedding[0], layers[0], tuple(name for name in raw if name not in (embedding[0], layers[0])))
+    names = list(raw)
+    place = names.index(layers[0])
+    return _Plan(tuple(names[:place]), layers[0], tuple(names[place + 1 :]))
 
 
 def hidden_size(model: PreTrainedModel) -> int:
@@ -106,7 +111,7 @@ def _foreign(
         (layers, str(place), layer) for place, layer in enumerate(layers) if place not in own
     ]
     if number > 0:
-        found.append((base, plan.embedding, getattr(base, plan.embedding)))
+        found += [(base, name, getattr(base, name)) for name in plan.before]
     if number < count - 1:
         found += [(base, name, getattr(base, name)) for name in plan.after]
         found += [(model, name, part) for name, part in model.named_children() if part is not base]
@@ -145,18 +150,29 @@ def _pruned(model: PreTrainedModel, plan: _Plan, number: int, count: int) -> Ite
 
 
 def _check_composition(model: PreTrainedModel, plan: _Plan, count: int) -> None:
-    """Refuses a model whose own code does more than its plan says, like scaling what comes from an embedding."""
-    vocabulary = model.config.get_text_config().vocab_size
-    tokens = torch.arange(_PROBE_TOKENS).remainder(vocabulary).unsqueeze(0)
+    """Refuses a model whose own code does more than its plan says, like scaling what comes from an embedding.
+
+    It is tried without dropout, then with it: drawn from one seed, it is the same only where each stage has its own.
+    """
     training = model.training
-    model.eval()
-    with torch.no_grad():
+    for drops, what in ((False, "computes more"), (True, "drops out more")):
+        model.train(drops)
+        whole, passed = _tried(model, plan, count)
+        if not torch.allclose(whole, passed, rtol=_TOLERANCE, atol=_TOLERANCE):
+            allowed = f"{model.config.model_type} {what} between its parts than its pipeline plan says; use 1"
+            raise invalid([Problem(FIELD, count, allowed)])
+    model.train(training)
+
+
+def _tried(model: PreTrainedModel, plan: _Plan, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a few tokens from the whole model, and from its stages one after the other."""
+    tokens = torch.arange(_PROBE_TOKENS).remainder(model.config.get_text_config().vocab_size).unsqueeze(0)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # of the CPU alone: a GPU's goes on as seeded
         whole = _run(model, tokens, None, first=True, last=True)
+        torch.default_generator.manual_seed(0)
         passed = tokens
         for number in range(count):
             with _pruned(model, plan, number, count):
                 passed = _run(model, passed, None, first=number == 0, last=number == count - 1)
-    model.train(training)
-    if not torch.allclose(whole, passed, rtol=_TOLERANCE, atol=_TOLERANCE):
-        allowed = f"{model.config.model_type} computes more between its parts than its pipeline plan says; use 1"
-        raise invalid([Problem(FIELD, count, allowed)])
+    return whole, passed
