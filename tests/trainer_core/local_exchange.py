@@ -6,6 +6,7 @@ import io
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed import Store
@@ -13,9 +14,11 @@ from torch.distributed import Store
 from crosscloud_trainer.compress import Codec, EncodedCells, Reducer
 from crosscloud_trainer.compress.none import NoneCodec
 from crosscloud_trainer.exchange import RoundRequest, RoundResult
-from crosscloud_trainer.layout import HolderMap, Ids, Index
+from crosscloud_trainer.group import ReplicaTotals
+from crosscloud_trainer.layout import HolderMap, Ids, Index, Interval, ReplicaLayout
 from crosscloud_trainer.membership.errors import Diverged
 from crosscloud_trainer.membership.rounds import divergence
+from crosscloud_trainer.pipeline import StageTotals
 from crosscloud_trainer.topology import own_cells, peers
 
 
@@ -130,6 +133,41 @@ class ThreadGroup:
         self._barrier.wait()
         assert [part.numel() for part in received] == list(incoming)
         return received
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank of a replica whose ranks are threads: its number in the replica, its stage and its place in both."""
+
+    number: int
+    stage: int
+    layout: ReplicaLayout
+    group: ThreadGroup
+    replica: ReplicaTotals
+    groups: Sequence[ThreadGroup]
+    """All that this rank may wait in."""
+
+    @staticmethod
+    def of(layouts: Sequence[ReplicaLayout]) -> "list[Seat]":
+        """All seats of a replica with these stages."""
+        seats: list[Seat] = []
+        for stage, (layout, leader) in enumerate(zip(layouts, ThreadGroup.of(len(layouts)), strict=True)):
+            for group in ThreadGroup.of(layout.ranks):
+                replica: ReplicaTotals = group
+                if len(layouts) > 1:
+                    replica = StageTotals(group, leader if group.rank == 0 else None)
+                seats.append(Seat(len(seats), stage, layout, group, replica, (group, leader)))
+        return seats
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]:
+        """What this rank has of the model."""
+        return self.layout.shards[self.group.rank]
+
+    def abort(self) -> None:
+        """Lets the other ranks fail at once instead of waiting for this one."""
+        for group in self.groups:
+            group.abort()
 
 
 class StoreNeighbours:

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
-from trainer_core.local_exchange import StoreExchange, ThreadGroup
+from trainer_core.local_exchange import Seat, StoreExchange
 from trainer_core.reference import decay, through
-from trainer_core.strategies import compact, layouts, models, whole
+from trainer_core.strategies import Stages, compact, cut_layouts, models, whole
 
 from crosscloud_trainer.allreduce import AllReduce
 from crosscloud_trainer.compress import codec_named
@@ -25,15 +25,17 @@ f32 = np.float32
 
 
 class Rank(threading.Thread):
-    """One rank of one replica: gives it the gradient of each step, or None for a step that isn't finite."""
+    """One rank of one replica: gives it the gradient of each step, or None for a step that isn't finite; a list of
+    them has one for each stage.
+    """
 
-    def __init__(self, group, layout, exchange, codec, start, gradients, tokens, more):
+    def __init__(self, seat, exchange, codec, start, gradients, tokens, more):
         super().__init__(daemon=True)
-        self.layout, self.group, self.gradients = layout, group, gradients
-        self.intervals = layout.shards[group.rank]
-        weights = self.shard_of(start)
+        self.seat, self.index, self.intervals = seat, seat.layout.index, seat.intervals
+        self.gradients = [step[seat.stage] if isinstance(step, list) else step for step in gradients]
+        parts = (seat.layout, self.shard_of(start), seat.group, seat.replica, exchange, codec_named(codec))
         settings = {"tokens": tokens, **more(self, exchange.replica)}
-        self.make = lambda: AllReduce(layout, weights, group, group, exchange, codec_named(codec), **settings)
+        self.make = lambda: AllReduce(*parts, **settings)
         self.norms: list[float | None] = []
         self.means: list[np.ndarray] = []
         self.reports = []
@@ -41,8 +43,8 @@ class Rank(threading.Thread):
 
     def shard_of(self, vector):
         size = max((i.offset + i.elements for i in self.intervals), default=0) + 2
-        shard = Shard.of_flat(self.layout.index, self.intervals, torch.full((size,), torch.nan))
-        shard.write(torch.from_numpy(compact(vector, self.layout.index, self.intervals)))
+        shard = Shard.of_flat(self.index, self.intervals, torch.full((size,), torch.nan))
+        shard.write(torch.from_numpy(compact(vector, self.index, self.intervals)))
         return shard
 
     def run(self):
@@ -60,18 +62,18 @@ class Rank(threading.Thread):
                 self.reports.append(self.algorithm.on_step(0))
         except Exception as error:  # noqa: BLE001 - handed to the test
             self.error = error
-            self.group.abort()
+            self.seat.abort()
 
 
 def play(replicas, codec, start, gradients, tokens, more=lambda _rank, _replica: {}):
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
-    holders = {replica: layout.holders for replica, layout in replicas.items()}
+    holders = {replica: stages.holders for replica, stages in replicas.items()}
     ranks = {replica: [] for replica in replicas}
-    for replica, layout in replicas.items():
-        for group in ThreadGroup.of(layout.ranks):
-            exchange = StoreExchange(store, layout.index, holders, replica, group.rank, codec_named(codec))
-            rank = Rank(group, layout, exchange, codec, start, gradients[replica], tokens[replica], more)
+    for replica, stages in replicas.items():
+        for seat in Seat.of(stages.layouts):
+            exchange = StoreExchange(store, stages.index, holders, replica, seat.number, codec_named(codec))
+            rank = Rank(seat, exchange, codec, start, gradients[replica], tokens[replica], more)
             ranks[replica].append(rank)
             rank.start()
     for rank in (rank for group in ranks.values() for rank in group):
@@ -118,13 +120,13 @@ def test_every_rank_has_the_mean_that_numpy_computes_and_the_same_norm_whatever_
     codec, data, model, seed, count
 ):
     index = Index.of(model)
-    replicas = {number: data.draw(layouts(model, most_ranks=3)) for number in range(count)}
+    replicas = {number: data.draw(cut_layouts(model, most_ranks=3)) for number in range(count)}
     tokens = {number: data.draw(st.integers(1, 1000)) for number in range(count)}
     start, gradients = drawn(index, seed, 3, replicas)
     ranks = play(replicas, codec, start, gradients, tokens)
     for number, mean in enumerate(numpy_means(index, codec, gradients, tokens)):
-        for replica, layout in replicas.items():
-            found = whole([rank.means[number] for rank in ranks[replica]], layout)
+        for replica, stages in replicas.items():
+            found = whole([rank.means[number] for rank in ranks[replica]], stages)
             np.testing.assert_array_equal(found, mean)
         norms = {rank.norms[number] for group in ranks.values() for rank in group}
         assert len(norms) == 1
@@ -136,19 +138,29 @@ def test_every_rank_has_the_mean_that_numpy_computes_and_the_same_norm_whatever_
 
 MODEL = {"embedding": 9000, "norm": 33}
 INDEX = Index.of(MODEL)
-TWO = ReplicaLayout(INDEX, tuple(contiguous_shard(INDEX, ["norm", "embedding"], 4600, rank) for rank in range(2)))
-THREE = ReplicaLayout(INDEX, tuple(split_shard(INDEX, ["embedding", "norm"], 3, rank) for rank in range(3)))
+TWO = Stages(
+    (ReplicaLayout(INDEX, tuple(contiguous_shard(INDEX, ["norm", "embedding"], 4600, rank) for rank in range(2))),)
+)
+THREE = Stages((ReplicaLayout(INDEX, tuple(split_shard(INDEX, ["embedding", "norm"], 3, rank) for rank in range(3))),))
+CUT = Stages(
+    tuple(
+        ReplicaLayout(INDEX, tuple(split_shard(INDEX, [name], 2, rank) for rank in range(2)), frozenset([number]))
+        for name, number in INDEX.numbers.items()
+    )
+)
+"""In two stages of two ranks each."""
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38, None])
 @pytest.mark.parametrize("codec", ["None", "BF16", "Int8", "TopK"])
-def test_a_gradient_that_is_not_finite_on_one_rank_has_all_replicas_skip_that_step_and_go_on(codec, bad):
+@pytest.mark.parametrize("other", [THREE, CUT], ids=["whole", "cut"])
+def test_a_gradient_that_is_not_finite_on_one_rank_has_all_replicas_skip_that_step_and_go_on(other, codec, bad):
     start, gradients = drawn(INDEX, 5, 4, (0, 1))
-    if bad is None:
-        gradients[1][1] = None  # DeepSpeed found it first
+    if bad is None:  # DeepSpeed found it first, in one stage; other stages may have a gradient
+        gradients[1][1] = [None, gradients[1][1]] if other is CUT else None
     else:
         gradients[1][1][4711] = bad
-    ranks = play({0: TWO, 1: THREE}, codec, start, gradients, {0: 10, 1: 10})
+    ranks = play({0: TWO, 1: other}, codec, start, gradients, {0: 10, 1: 10})
     for rank in (rank for group in ranks.values() for rank in group):
         assert [norm is None for norm in rank.norms] == [False, True, False, False]
         assert [report.applied for report in rank.reports] == [True, False, True, True]
@@ -198,10 +210,11 @@ def test_replicas_whose_states_have_drifted_apart_take_over_that_of_the_first_on
         rank.kept = Kept(rank, vectors[replica])
         return {"state": rank.kept, "resync_rounds": 3}
 
-    ranks = play({0: TWO, 1: THREE, 2: TWO}, codec, start, gradients, dict.fromkeys(range(3), 1), kept)
-    for replica, layout in {0: TWO, 1: THREE, 2: TWO}.items():
+    replicas = {0: TWO, 1: THREE, 2: CUT}
+    ranks = play(replicas, codec, start, gradients, dict.fromkeys(range(3), 1), kept)
+    for replica, stages in replicas.items():
         for number, vector in enumerate(vectors[0]):
-            found = whole([rank.kept.state()[number].numpy() for rank in ranks[replica]], layout)
+            found = whole([rank.kept.state()[number].numpy() for rank in ranks[replica]], stages)
             assert found.tobytes() == vector.tobytes()
     every = [rank for group in ranks.values() for rank in group]
     assert len({rank.algorithm.digest for rank in every}) == 1

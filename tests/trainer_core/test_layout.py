@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_core.strategies import layouts, models
+from trainer_core.strategies import cut_layouts, layouts, models
 
 from crosscloud_trainer.layout import (
     HolderMap,
@@ -158,7 +158,7 @@ def test_each_cell_has_one_owner_of_the_view_and_owners_differ_by_one_cell_at_mo
 @given(st.data(), views)
 def test_both_ends_agree_on_the_cells_and_each_reaches_its_owner_from_every_replica(data, view):
     model = data.draw(models)
-    replicas = {replica: data.draw(layouts(model, most_ranks=4)) for replica in view}
+    replicas = {replica: data.draw(cut_layouts(model, most_ranks=4)) for replica in view}
     index = Index.of(model)
     holders = {replica: layout.holders for replica, layout in replicas.items()}
     owner = owners(index, view)

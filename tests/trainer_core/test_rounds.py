@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
-from trainer_core.local_exchange import StoreExchange, ThreadGroup
+from trainer_core.local_exchange import Seat, StoreExchange, ThreadGroup
 from trainer_core.reference import decay, through
-from trainer_core.strategies import compact, layouts, models, whole
+from trainer_core.strategies import Stages, compact, cut_layouts, models, whole
 
 from crosscloud_trainer.compress import codec_named
 from crosscloud_trainer.contract import OuterOptimizer
@@ -33,17 +33,16 @@ class Rank(threading.Thread):
     window.
     """
 
-    def __init__(self, replica, group, layout, exchange, codec, start, windows, tokens, inner_steps=1):
+    def __init__(self, replica, seat, exchange, codec, start, windows, tokens, inner_steps=1):
         super().__init__(daemon=True)
-        self.intervals = layout.shards[group.rank]
+        self.index, self.intervals = seat.layout.index, seat.intervals
         size = max((i.offset + i.elements for i in self.intervals), default=0) + 2
-        self.shard = Shard.of_flat(layout.index, self.intervals, torch.full((size,), torch.nan))
-        self.shard.write(torch.from_numpy(compact(start, layout.index, self.intervals)))
-        self.make = lambda: DiLoCo(
-            layout, self.shard, group, group, exchange, codec_named(codec), inner_steps=inner_steps, settings=OUTER
-        )
-        self.index, self.replica, self.rank = layout.index, replica, group.rank
-        self.group, self.exchange = group, exchange
+        self.shard = Shard.of_flat(self.index, self.intervals, torch.full((size,), torch.nan))
+        self.shard.write(torch.from_numpy(compact(start, self.index, self.intervals)))
+        parts = (seat.layout, self.shard, seat.group, seat.replica, exchange, codec_named(codec))
+        self.make = lambda: DiLoCo(*parts, inner_steps=inner_steps, settings=OUTER)
+        self.replica, self.rank = replica, seat.number
+        self.seat, self.exchange = seat, exchange
         self.windows, self.tokens, self.inner_steps = windows, tokens, inner_steps
         self.reports: list[RoundReport] = []
         self.weights: list[np.ndarray] = []
@@ -62,17 +61,17 @@ class Rank(threading.Thread):
                 self.weights.append(self.shard.read().clone().numpy())
         except Exception as error:  # noqa: BLE001 - handed to the test
             self.error = error
-            self.group.abort()
+            self.seat.abort()
 
 
 @dataclass
 class Run:
     ranks: dict[int, list[Rank]]
-    layouts: dict[int, ReplicaLayout]
+    replicas: dict[int, Stages]
 
     def weights(self, replica, window):
         parts = [rank.weights[window] for rank in self.ranks[replica]]
-        return whole(parts, self.layouts[replica])
+        return whole(parts, self.replicas[replica])
 
     def reports(self, window):
         return [rank.reports[window] for ranks in self.ranks.values() for rank in ranks]
@@ -84,15 +83,13 @@ class Run:
 def play(replicas, codec, starts, windows, tokens, inner_steps=1):
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
-    holders = {replica: layout.holders for replica, layout in replicas.items()}
+    holders = {replica: stages.holders for replica, stages in replicas.items()}
     ranks = {}
-    for replica, layout in replicas.items():
+    for replica, stages in replicas.items():
         ranks[replica] = []
-        for group in ThreadGroup.of(layout.ranks):
-            exchange = StoreExchange(store, layout.index, holders, replica, group.rank, codec_named(codec))
-            rank = Rank(
-                replica, group, layout, exchange, codec, starts[replica], windows[replica], tokens[replica], inner_steps
-            )
+        for seat in Seat.of(stages.layouts):
+            exchange = StoreExchange(store, stages.index, holders, replica, seat.number, codec_named(codec))
+            rank = Rank(replica, seat, exchange, codec, starts[replica], windows[replica], tokens[replica], inner_steps)
             ranks[replica].append(rank)
     everyone = [rank for group in ranks.values() for rank in group]
     for rank in everyone:
@@ -146,7 +143,7 @@ def test_rounds_give_what_numpy_computes_whatever_the_layouts(codec, data):
     model = data.draw(models)
     index = Index.of(model)
     numbers = data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=3, unique=True))
-    replicas = {number: data.draw(layouts(model, most_ranks=4)) for number in numbers}
+    replicas = {number: data.draw(cut_layouts(model, most_ranks=4)) for number in numbers}
     tokens = {number: data.draw(st.integers(1, 10**6)) for number in numbers}
     start, windows = drawn(index, data.draw(st.integers(0, 99)), 3, numbers)
     run = play(replicas, codec, dict.fromkeys(numbers, start), windows, tokens)
@@ -165,7 +162,7 @@ def two_and_four_ranks():
     index, order = Index.of(MODEL), sorted(MODEL, reverse=True)
     two = [contiguous_shard(index, order, 7026, rank) for rank in range(2)]
     four = [split_shard(index, order, 4, rank) for rank in range(4)]
-    return index, {0: ReplicaLayout(index, tuple(two)), 1: ReplicaLayout(index, tuple(four))}
+    return index, {number: Stages((ReplicaLayout(index, tuple(shards)),)) for number, shards in enumerate((two, four))}
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -181,7 +178,7 @@ def test_a_replica_of_two_ranks_and_one_of_four_agree_to_the_bit_after_every_rou
         assert run.reports(window)[0].weights == {0: 900, 1: 300}
     for rank in [*run.ranks[0], *run.ranks[1]]:
         assert rank.exchange.prepared_rounds == [1, 2, 3, 4, 5]
-        held = run.layouts[rank.replica].holders.held(rank.rank)
+        held = run.replicas[rank.replica].holders.held(rank.rank)
         assert rank.reports[0].payload_bytes == sum(
             cell_bytes(codec_named(codec).spec, int(elements)) for elements in index.lengths(held)
         )
