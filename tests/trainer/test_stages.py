@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.models.stages import Stage, layers_of
@@ -22,6 +23,25 @@ SIZES = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+MORE_SIZES = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "rotary_dim": 4,
+}
+"""Of experts, and of kinds of attention that only some model types have."""
+LARGEST = 2_000_000  # parameters
 
 
 def model(kind, **more):
@@ -119,12 +139,40 @@ def test_padding_and_positions_reach_every_stage():
             3,
             "starcoder2 drops out more between its parts than its pipeline plan says",
         ),
+        ("gptj", {"rotary_dim": 16}, 2, r"gptj fails in a trial \(The size of tensor a \(8\)"),
         ("llama", {"tie_word_embeddings": True}, 2, "tied embedding would lie on two stages"),
     ],
 )
 def test_a_model_that_can_not_be_cut_is_refused_with_the_reason(kind, more, count, words):
     with pytest.raises(Failure, match=rf"replica\.stages: found {count}; .*{words}"):
         Stage(model(kind, **more), 0, count)
+
+
+def small(kind):
+    """A small model of this type; None where it has no plan, or can't be built of sizes alone."""
+    try:
+        if not getattr(AutoConfig.for_model(kind), "base_model_pp_plan", None):
+            return None
+        with torch.device("meta"):
+            elements = sum(parameter.numel() for parameter in model(kind, **MORE_SIZES).parameters())
+        return model(kind, **MORE_SIZES) if elements < LARGEST else None
+    except Exception:  # noqa: BLE001 - each model type has exceptions of its own
+        return None
+
+
+def test_every_model_type_with_a_plan_is_cut_or_refused_by_the_name_of_the_field():
+    cut, refused = set(), {}
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if (whole := small(kind)) is None:
+            continue
+        try:
+            Stage(whole, 0, 2)
+            cut.add(kind)
+        except Failure as failure:
+            refused[kind] = str(failure)
+    assert {"llama", "mixtral", "qwen3_moe", "gpt_oss", "starcoder2"} <= cut
+    assert len(cut) > 4 * len(refused)
+    assert all(message.startswith("replica.stages: found 2; ") for message in refused.values()), refused
 
 
 def test_layers_are_dealt_evenly_and_each_once():

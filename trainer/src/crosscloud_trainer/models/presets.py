@@ -105,7 +105,7 @@ def model_config(model: Model, sequence_length: int, vocabulary: Vocabulary = BY
             *SIZES,
             "model_type",
         }:  # else it may be no more than what follows from a default in the wrong one's place
-            problems.append(Problem(field, given, _one_line(fault)))
+            problems.append(Problem(field, given, one_line(fault)))
     if problems or config is None:
         raise invalid(problems)
     return config
@@ -119,7 +119,7 @@ def build_model(model: Model, sequence_length: int, seed: int, vocabulary: Vocab
     try:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as fault:  # whatever a model type makes of odd sizes
-        raise invalid([Problem(field_of(model), model.config, f"no model can be built: {_one_line(fault)}")]) from fault
+        raise invalid([Problem(field_of(model), model.config, f"no model can be built: {one_line(fault)}")]) from fault
     finally:
         torch.random.set_rng_state(state)
 
@@ -130,7 +130,7 @@ def parameter_count(model: Model, sequence_length: int, vocabulary: Vocabulary =
     try:
         return sum(parameter.numel() for parameter in _outline(config).parameters())
     except Exception as fault:  # as above
-        raise invalid([Problem(field_of(model), model.config, f"no model can be built: {_one_line(fault)}")]) from fault
+        raise invalid([Problem(field_of(model), model.config, f"no model can be built: {one_line(fault)}")]) from fault
 
 
 def field_of(model: Model) -> str:
@@ -150,7 +150,7 @@ def _faults(kind: str, given: dict[str, Any], field: str, vocabulary: Vocabulary
     try:
         plain = AutoConfig.for_model(kind)
     except Exception as fault:  # noqa: BLE001 - each model type has exceptions of its own
-        yield Problem(f"{field}.model_type", kind, f"transformers has no defaults for it: {_one_line(fault)}")
+        yield Problem(f"{field}.model_type", kind, f"transformers has no defaults for it: {one_line(fault)}")
         return
     known = set(plain.to_dict()) | set(type(plain).attribute_map) | {"bos_token_id", "eos_token_id", "pad_token_id"}
     for name in sorted(set(given) - known - {"use_cache"}):
@@ -194,5 +194,6 @@ def _positions(config: PretrainedConfig, field: str, sequence_length: int) -> It
             return
 
 
-def _one_line(fault: Exception) -> str:
+def one_line(fault: Exception) -> str:
+    """What a fault says, for a message of ours."""
     return " ".join(str(fault).split()) or type(fault).__name__

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from crosscloud_trainer.contract import Problem
 from crosscloud_trainer.failures import invalid
+from crosscloud_trainer.models.presets import one_line
 
 FIELD = "replica.stages"
 
@@ -96,7 +97,7 @@ def layers_of(layers: int, number: int, count: int) -> range:
 
 
 def _base(model: PreTrainedModel) -> torch.nn.Module:
-    base: torch.nn.Module = getattr(model, model.base_model_prefix)
+    base: torch.nn.Module = getattr(model, model.base_model_prefix, model)
     return base
 
 
@@ -154,12 +155,16 @@ def _check_composition(model: PreTrainedModel, plan: _Plan, count: int) -> None:
 
     It is tried without dropout, then with it: drawn from one seed, it is the same only where each stage has its own.
     """
-    training = model.training
+    training, kind = model.training, model.config.model_type
     for drops, what in ((False, "computes more"), (True, "drops out more")):
         model.train(drops)
-        whole, passed = _tried(model, plan, count)
+        try:
+            whole, passed = _tried(model, plan, count)
+        except Exception as fault:  # whatever the code of a model type makes of odd sizes, or of stages
+            allowed = f"{kind} fails in a trial ({one_line(fault)}); use 1, other sizes or another model type"
+            raise invalid([Problem(FIELD, count, allowed)]) from fault
         if not torch.allclose(whole, passed, rtol=_TOLERANCE, atol=_TOLERANCE):
-            allowed = f"{model.config.model_type} {what} between its parts than its pipeline plan says; use 1"
+            allowed = f"{kind} {what} between its parts than its pipeline plan says; use 1"
             raise invalid([Problem(FIELD, count, allowed)])
     model.train(training)
 
