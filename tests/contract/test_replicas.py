@@ -22,6 +22,29 @@ def test_a_micro_batch_that_does_not_divide_the_share_of_some_rank_is_refused() 
         read(JobSpec, bad)
 
 
+@pytest.mark.parametrize(
+    ("batch", "given", "ranks", "stages", "expected"),
+    [
+        (8, None, 1, 1, 8),
+        (8, None, 2, 1, 4),
+        (8, None, 1, 2, 4),
+        (8, None, 2, 2, 2),
+        (8, None, 1, 3, 2),
+        (60, None, 2, 4, 6),
+        (7, None, 1, 2, 1),
+        (2, None, 1, 4, 1),
+        (8, 8, 1, 2, 8),
+        (8, 1, 1, 1, 1),
+    ],
+)
+def test_a_micro_batch_is_the_largest_that_gives_each_stage_one_unless_it_is_given(
+    batch: int, given: int | None, ranks: int, stages: int, expected: int
+) -> None:
+    document = minimal()
+    document["training"] |= {"batchSize": batch} | ({"microBatchSize": given} if given else {})
+    assert read(JobSpec, document).training.micro_batch(ranks, stages) == expected
+
+
 def test_a_script_is_refused_where_some_replica_has_several_stages() -> None:
     script = {"script": {"file": "/app/train.py"}, "storage": {"uri": "/models"}, "replicas": 2}
     for more in ({"replica": {"stages": 2}}, {"replicaOverrides": [{"name": "deep", "index": 1, "stages": 2}]}):

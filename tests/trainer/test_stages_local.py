@@ -29,9 +29,8 @@ def end_of(folder: Path, **spec: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One replica in three stages of two ranks each."""
-    replica = {"stages": 3, "gpusPerStage": 2, "zeroStage": 2}
-    return end_of(tmp_path_factory.mktemp("cut"), replicas=1, replica=replica, training={"microBatchSize": 1})
+    """One replica in three stages of two ranks each, which take one sequence at a time: each has two."""
+    return end_of(tmp_path_factory.mktemp("cut"), replicas=1, replica={"stages": 3, "gpusPerStage": 2, "zeroStage": 2})
 
 
 def test_a_replica_in_stages_ends_with_the_model_of_one_that_is_whole(cut: dict[str, Any], tmp_path: Path) -> None:
@@ -46,6 +45,7 @@ def test_every_stage_has_a_pod_and_the_first_one_speaks_for_the_replica(cut: dic
     assert sorted(cut["logs"]) == ["replica-0-0", "replica-0-1", "replica-0-2"]
     assert "step 24 of 24" in cut["logs"]["replica-0-0"]
     assert "step 24 of 24" not in cut["logs"]["replica-0-2"]
+    assert "2 micro-batches in a step for 3 stages, which stand still by turns" in cut["logs"]["replica-0-0"]
 
 
 def test_replicas_cut_into_unlike_stages_agree_to_the_bit_after_every_round(tmp_path: Path) -> None:
@@ -59,3 +59,4 @@ def test_replicas_cut_into_unlike_stages_agree_to_the_bit_after_every_round(tmp_
     assert end["digests_equal"] is True
     assert end["rounds"] == 4
     assert end["validation_loss"] < end["first_loss"]
+    assert "stand still" not in end["logs"]["replica-0-0"]

@@ -73,6 +73,16 @@ class Place:
         return Numbering(self.attempt.run.replicas)
 
     @property
+    def micro_batch(self) -> int:
+        """Sequences that this rank takes at a time."""
+        return self.attempt.run.training.micro_batch(self.ranks, self.stages)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of this rank in an inner step."""
+        return self.attempt.run.training.batch_size // self.ranks // self.micro_batch
+
+    @property
     def number(self) -> int:
         """Of this rank in its replica, over all stages."""
         return self.numbering.number(self.pod.replica, self.pod.stage, self.rank)
@@ -219,9 +229,7 @@ def meet_stages(place: Place, link: Link, mail: Mail, width: int) -> tuple[Stage
     leaders = None
     if place.rank == 0:
         leaders = StageLeaders(link, mail, [numbering.address(peer) for peer in numbering.leaders(pod.replica)])
-    training = place.attempt.run.training
-    assert training is not None
-    largest = (training.micro_batch_size or training.batch_size) * training.sequence_length
+    largest = place.micro_batch * place.attempt.run.training.sequence_length
     link.allow(largest * width * FP32_BYTES)
     return StageLink(link, mail, boundary(pod.stage - 1), boundary(pod.stage + 1)), leaders
 

@@ -94,8 +94,7 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
     corpus = open_corpus(Path(environ[DATA_FOLDER]), training.sequence_length)
     agree_on_data(place, corpus.summary)
     split = corpus.split(training, run.members, run.position(pod.replica))
-    micro = training.micro_batch_size or training.batch_size // place.ranks
-    task = CausalTask(corpus, split, training.data.packing, place.rank, place.ranks, micro)
+    task = CausalTask(corpus, split, training.data.packing, place.rank, place.ranks, place.micro_batch)
     tokens_per_step = len(run.replicas) * training.batch_size * training.sequence_length
     steps = steps_for(training.tokens, tokens_per_step)
 
@@ -127,6 +126,9 @@ def train(place: Place, environ: Mapping[str, str], stop: Stop) -> None:
         if place.first and pod.metrics_port:
             serve_metrics(place, journal)
         log.info("training: %d steps of %d tokens", steps, tokens_per_step)
+        if place.first and place.micro_batches < place.stages:
+            said = "%d micro-batches in a step for %d stages, which stand still by turns: raise training.batchSize"
+            log.warning(said, place.micro_batches, place.stages)
         try:
             Steps(place, task, trained, algorithm, meeting, journal, device, steps, saver, stop, done).run()
         except Exception:
@@ -197,12 +199,11 @@ def build_engine(model: torch.nn.Module, whole: engine.Whole | None, place: Plac
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_cosine(step, training.warmup_steps, steps, floor)
     )
-    micro = training.micro_batch_size or training.batch_size // place.ranks
     settings = engine.EngineSettings(
         zero_stage=place.attempt.plan.zero_stage,  # type: ignore[arg-type]  # 0 to 3, by the contract
         precision="bf16" if training.precision is Precision.BF16 else "fp32",
-        micro_batch_size=micro,
-        accumulation_steps=None if whole else training.batch_size // place.ranks // micro,
+        micro_batch_size=place.micro_batch,
+        accumulation_steps=None if whole else place.micro_batches,
         clip_norm=training.gradient_clipping or None,
     )
     return engine.build(model, optimizer, settings, schedule, whole)

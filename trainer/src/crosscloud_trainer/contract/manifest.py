@@ -176,7 +176,7 @@ class Training:
     """What is trained and for how long.
 
     `tokens` counts those of the whole job. `batch_size` is sequences per replica and inner step, shared by the ranks of
-    a stage; each takes `micro_batch_size` at a time and accumulates gradients, or all of its share at once if that is
+    a stage; each takes `micro_batch_size` at a time and accumulates gradients, or what `micro_batch` says if that is
     None. `sequence_length` is in tokens. `gradient_clipping` is the largest norm; 0 is no clipping.
     """
 
@@ -194,6 +194,14 @@ class Training:
     precision: Precision = rule(Precision.BF16)
     seed: int = rule(0, minimum=0, maximum=2**31 - 1)
     evaluate_every: int = rule(100, minimum=1, maximum=1_000_000)
+
+    def micro_batch(self, ranks: int, stages: int) -> int:
+        """Sequences that each of a stage's `ranks` takes at a time in a replica of so many stages. If not given, the
+        most that make at least one micro-batch for each stage: with fewer, stages stand still by turns.
+        """
+        share = self.batch_size // ranks
+        even = (size for size in range(share // stages, 0, -1) if share % size == 0)
+        return self.micro_batch_size or next(even, 1)
 
 
 @dataclass(frozen=True)
