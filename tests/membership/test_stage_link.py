@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from link.yard import DEADLINE, Yard, until
+from membership.field import run_document
 
 from crosscloud_trainer.compress import Codec, codec_named
-from crosscloud_trainer.contract import Activity
+from crosscloud_trainer.contract import ActivationCodec, Activations, Activity, ReplicaPlan, StagePlan
 from crosscloud_trainer.journal import Journal
 from crosscloud_trainer.link import Authority, Link, Message, MessageType, RankId
 from crosscloud_trainer.link.mail import Mail
-from crosscloud_trainer.meeting import Meeting, Watch
+from crosscloud_trainer.meeting import Meeting, Place, Watch, meet_stages
 from crosscloud_trainer.membership.solo import SoloExchange
 from crosscloud_trainer.reporting import Status
 from crosscloud_trainer.stage_link import Boundary, StageFault, StageLeaders, StageLink
@@ -92,18 +94,22 @@ def test_a_codec_saves_bytes_within_its_error(tmp_path: Path, name: str, error: 
 class Post:
     """Link and mail of both ends in one: what is sent comes `seconds` after it is asked for, by its own clock."""
 
-    def __init__(self, seconds: float) -> None:
-        self.now, self._seconds = 100.0, seconds
-        self._sent: list[Message] = []
+    def __init__(self, seconds: float, me: RankId = PEERS[0]) -> None:
+        self.now, self._seconds, self.me = 100.0, seconds, SimpleNamespace(rank=me)
+        self.sent: list[tuple[RankId, Message]] = []
+        self.allowed = 0
+
+    def allow(self, message_bytes: int) -> None:
+        self.allowed = message_bytes
 
     def connect(self, _peer: RankId) -> None: ...
 
-    def send(self, _peer: RankId, message: Message) -> None:
-        self._sent.append(message)
+    def send(self, peer: RankId, message: Message) -> None:
+        self.sent.append((peer, message))
 
     def from_stage(self, _peer: RankId, _kind: MessageType) -> Message:
         self.now += self._seconds
-        return self._sent.pop(0)
+        return self.sent.pop(0)[1]
 
 
 def test_a_stage_counts_the_time_that_it_waits_for_its_neighbours() -> None:
@@ -117,6 +123,26 @@ def test_a_stage_counts_the_time_that_it_waits_for_its_neighbours() -> None:
     post.now += 60  # of work
     first.receive_gradient(0)
     assert (first.waited, second.waited) == (2.5, 7.5)
+
+
+@pytest.mark.parametrize(
+    ("activations", "size"),
+    [(None, 16_384), (ActivationCodec.NONE, 16_384), (ActivationCodec.BF16, 8_192), (ActivationCodec.INT8, 4_160)],
+)
+def test_only_what_leaves_the_member_is_encoded(activations: ActivationCodec | None, size: int) -> None:
+    members = ("east", "east", "west")
+    plan = ReplicaPlan(0, 1, 1, tuple(StagePlan(stage, member, 1, 1) for stage, member in enumerate(members)))
+    codec = None if activations is None else Activations(activations)
+    run = replace(run_document([1]), replicas=(plan,), activations=codec)
+    pod: Any = SimpleNamespace(replica=0, stage=1)
+    attempt: Any = SimpleNamespace(run=run, plan=plan)
+    post: Any = Post(0, PEERS[1])
+    middle, _ = meet_stages(Place(pod, attempt, rank=0, ranks=1, local=0), post, post, 128)
+    values = torch.randn(2, 16, 128, generator=torch.Generator().manual_seed(2))
+    middle.send_gradient(0, values)
+    middle.send_activation(0, values)
+    assert [(peer, len(message.body)) for peer, message in post.sent] == [(PEERS[0], 16_384), (PEERS[2], size)]
+    assert post.allowed == 2 * 256 * 128 * 4  # of 8 sequences, 2 at a time for 3 stages; 256 tokens each
 
 
 def test_values_that_are_not_finite_arrive_as_such_through_any_codec(tmp_path: Path) -> None:
