@@ -29,6 +29,10 @@ LAYOUTS = {
     "2 ranks, ZeRO 1": layout(1, 2, 1),
     "2 stages of 1 rank, ZeRO 2": layout(1, 1, 2, stages=2),
     "8 ranks, ZeRO 3": layout(1, 8, 3),
+    "2 stages of 1 rank, ZeRO 1, beside a replica of 2 ranks, ZeRO 3": {
+        **layout(2, 1, 1, stages=2),
+        "replicaOverrides": [{"name": "whole", "index": 1, "stages": 1, "gpusPerStage": 2, "zeroStage": 3}],
+    },
 }
 
 
