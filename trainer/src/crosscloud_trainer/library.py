@@ -138,7 +138,7 @@ class Joined:
         if self._run is None:
             assert self._optimizer is not None
             adopted = adopting.adopt(deepspeed_engine, self._optimizer)
-            self._run = _Run(self._place, adopted, self._status, self._planned)
+            self._run = _Run(self._place, adopted, self._status, self._planned, deepspeed_engine.device)
         if not deepspeed_engine.is_gradient_accumulation_boundary():
             plain()
             return
@@ -214,8 +214,10 @@ class Joined:
 class _Run:
     """The rounds of one script, from its engine's first step."""
 
-    def __init__(self, place: Place, trained: engine.Engine, status: StatusFile | None, steps: int) -> None:
-        """`steps` as the script says, 0 where it doesn't."""
+    def __init__(
+        self, place: Place, trained: engine.Engine, status: StatusFile | None, steps: int, device: torch.device
+    ) -> None:
+        """`steps` as the script says, 0 where it doesn't. `device` is the rank's, also where no weights lie on it."""
         self._place, self._trained, self._status = place, trained, status
         run = place.attempt.run
         planned, found = place.attempt.plan.zero_stage, trained.zero_stage
@@ -223,7 +225,7 @@ class _Run:
             message = f"replica.zeroStage: found {planned}; must be {found}, as in the script's DeepSpeed configuration"
             raise Failure(ExitCode.INVALID_INPUT, message)
         self._say("meeting the other replicas")
-        self._device = trained.shard.device
+        self._device = device
         self._group = TorchGroup(self._device)
         sizes = [parameter.elements for parameter in trained.index.parameters]
         self._journal = Journal(steps, wan_bytes("None", sizes, len(run.replicas)))
