@@ -42,12 +42,15 @@ def wait_for_address(name: str, deadline: float, stopped: Callable[[], bool]) ->
 
 def interface_for(master: str, environ: Mapping[str, str]) -> str:
     """The interface over which a world of several hosts talks: the user's choice if it exists, else the one that routes
-    to `master`, never loopback. Raises Failure(INVALID_INPUT) saying what to set."""
-    names = [name for _, name in socket.if_nameindex()]
+    to `master`, never loopback, which others would be told to meet this host at. Raises Failure(INVALID_INPUT) saying
+    what to set."""
+    names = [name for _, name in socket.if_nameindex() if name != LOOPBACK]
     chosen = environ.get(VARIABLE)
     if chosen is not None:
         if chosen not in names:
-            allowed = f"must be one interface of this host: {', '.join(names)}; leave it out to have it found"
+            allowed = (
+                f"must be one interface that leads to other hosts: {', '.join(names)}; leave it out to have it found"
+            )
             raise invalid([Problem(VARIABLE, chosen, allowed)])
         return chosen
     for target in (master, *_default_gateways()):
