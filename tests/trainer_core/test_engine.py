@@ -11,12 +11,12 @@ import torch.distributed as dist
 from trainer_core.launch import Replica, named
 
 COMBINATIONS = [(stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
-CLIPPED = [0, 2, 3]
 ACCUMULATED = 4
-ACCUMULATING = [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")]
-FROZEN = [(0, "fp32"), (1, "bf16"), (3, "fp32")]
 CLIP_NORM = 0.05
-SKIPPED = [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
+CLIPPED_WITHIN = {"fp32": 1e-6, "bf16": 2**-8}
+"""DeepSpeed adds a rounded norm of each group of parameters, ours is the norm of all; in bf16 a weight may so come to
+lie on the other side of a rounding, a whole spacing of that type away.
+"""
 BAD_VALUES = [float("nan"), float("-inf"), 1e38]
 JOBS = {"Int8": ((2, 1), (4, 2)), "None": ((2, 2), (4, 3))}
 """By codec: ranks and ZeRO stage of both replicas."""
@@ -26,10 +26,12 @@ ROUNDS = 4
 @pytest.fixture(scope="module")
 def plain():
     """Losses of plain DeepSpeed on two ranks."""
-    plan = [[named(*pair), *pair, 0.0] for pair in COMBINATIONS]
-    plan += [[named("clipped", stage), stage, "fp32", CLIP_NORM] for stage in CLIPPED]
-    plan += [[named("accumulated", *pair), *pair, 0.0, ACCUMULATED] for pair in ACCUMULATING]
-    plan += [[named("frozen", *pair), *pair, 0.0, 1, True] for pair in FROZEN]
+    plan = []
+    for pair in COMBINATIONS:
+        plan.append([named(*pair), *pair, 0.0])
+        plan.append([named("clipped", *pair), *pair, CLIP_NORM])
+        plan.append([named("accumulated", *pair), *pair, 0.0, ACCUMULATED])
+        plan.append([named("frozen", *pair), *pair, 0.0, 1, True])
     return Replica("plain_deepspeed.py", 2, plan).result()
 
 
@@ -41,18 +43,15 @@ def ours():
         arguments = {"stage": stage, "precision": precision}
         plan.append([named(stage, precision), "alone", arguments])
         plan.append([named("refreshed", stage, precision), "refreshed", arguments])
-    for pair in ACCUMULATING:
-        arguments = {"stage": pair[0], "precision": pair[1], "accumulated": ACCUMULATED}
-        plan.append([named("accumulated", *pair), "alone", arguments])
-    for pair in FROZEN:
-        arguments = {"stage": pair[0], "precision": pair[1], "frozen": True}
-        plan.append([named("frozen", *pair), "alone", arguments])
-    for stage in CLIPPED:
-        plan.append([named("clipped", stage), "alone", {"stage": stage, "precision": "fp32", "clip_norm": CLIP_NORM}])
-    for stage, precision in SKIPPED:
+        for name, more in (
+            ("clipped", {"clip_norm": CLIP_NORM}),
+            ("accumulated", {"accumulated": ACCUMULATED}),
+            ("frozen", {"frozen": True}),
+        ):
+            plan.append([named(name, stage, precision), "alone", {**arguments, **more}])
         for value in BAD_VALUES:
-            arguments = {"stage": stage, "precision": precision, "bad_rank": 1, "bad_value": value}
-            plan.append([named("skipped", stage, value), "skipped_steps", arguments])
+            more = {"bad_rank": 1, "bad_value": value}
+            plan.append([named("skipped", stage, precision, value), "skipped_steps", {**arguments, **more}])
     return Replica("our_engine.py", 2, plan).result()
 
 
@@ -79,12 +78,13 @@ def test_one_replica_without_codec_has_the_losses_of_plain_deepspeed_to_the_last
     assert len(set(found["digests"])) == 2
 
 
-@pytest.mark.parametrize("stage", CLIPPED)
-def test_clipping_by_the_norm_over_all_ranks_gives_the_losses_of_plain_deepspeed(stage, plain, ours):
-    runs = (ours[named("clipped", stage)]["losses"], plain[named("clipped", stage)], plain[named(stage, "fp32")])
+@pytest.mark.parametrize(("stage", "precision"), COMBINATIONS)
+def test_clipping_by_the_norm_over_all_ranks_gives_the_losses_of_plain_deepspeed(stage, precision, plain, ours):
+    name, within = named("clipped", stage, precision), CLIPPED_WITHIN[precision]
+    runs = (ours[name]["losses"], plain[name], plain[named(stage, precision)])
     clipped, expected, free = ([float.fromhex(loss) for loss in losses] for losses in runs)
-    assert clipped == pytest.approx(expected, rel=1e-4)
-    assert clipped != pytest.approx(free, rel=1e-4)
+    assert clipped == pytest.approx(expected, rel=within)
+    assert clipped != pytest.approx(free, rel=within)
 
 
 @pytest.mark.parametrize("codec", JOBS)
@@ -99,22 +99,24 @@ def test_replicas_of_two_and_of_four_ranks_agree_to_the_bit_after_every_round(co
 
 
 @pytest.mark.parametrize("bad_value", BAD_VALUES)
-@pytest.mark.parametrize("stage", [stage for stage, _ in SKIPPED])
-def test_steps_with_gradients_that_are_not_finite_are_skipped_counted_and_end_the_training(stage, bad_value, ours):
-    seen = ours[named("skipped", stage, bad_value)]
+@pytest.mark.parametrize(("stage", "precision"), COMBINATIONS)
+def test_steps_with_gradients_that_are_not_finite_are_skipped_counted_and_end_the_training(
+    stage, precision, bad_value, ours
+):
+    seen = ours[named("skipped", stage, precision, bad_value)]
     assert seen["applied"] == [True, True, False, False, True, False, False]
     assert seen["skipped"] == [0, 0, 1, 2, 2, 3, 4]
     assert all(seen["finite"])
     assert "not finite for 3 steps in a row" in seen["error"]
 
 
-@pytest.mark.parametrize("pair", ACCUMULATING)
+@pytest.mark.parametrize("pair", COMBINATIONS)
 def test_accumulated_micro_batches_give_the_losses_of_plain_deepspeed_to_the_last_bit(pair, plain, ours):
     found, expected = ours[named("accumulated", *pair)]["losses"], plain[named("accumulated", *pair)]
     assert found == expected != plain[named(*pair)]
 
 
-@pytest.mark.parametrize("pair", FROZEN)
+@pytest.mark.parametrize("pair", COMBINATIONS)
 def test_frozen_parameters_give_the_losses_of_plain_deepspeed_to_the_last_bit(pair, plain, ours):
     found, expected = ours[named("frozen", *pair)]["losses"], plain[named("frozen", *pair)]
     assert found == expected != plain[named(*pair)]
