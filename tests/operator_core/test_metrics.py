@@ -45,6 +45,12 @@ def test_digests_that_differ_are_counted() -> None:
     assert samples(digest_mismatches=1)["crosscloud_job_digest_mismatches_total", ""] == 1
 
 
+def test_steps_and_rounds_that_came_to_nothing_are_counted() -> None:
+    found = samples(skipped_steps=3, skipped_rounds=2)
+    assert found["crosscloud_job_skipped_steps_total", ""] == 3
+    assert found["crosscloud_job_skipped_rounds_total", ""] == 2
+
+
 def test_a_residual_is_exported_once_there_is_one() -> None:
     assert ("crosscloud_job_residual_norm", "") not in samples()
     assert samples(residual_norm=0.25)["crosscloud_job_residual_norm", ""] == 0.25

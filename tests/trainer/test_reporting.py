@@ -224,7 +224,8 @@ def test_metrics_are_served_with_one_prefix_and_the_journals_numbers(tmp_path: P
     found = read_manifest(written(tmp_path, manifest()))
     run = LocalJob(found, record(tmp_path), tmp_path, tmp_path, "/x")._run_document(3)
     journal = Journal(total_steps=8, dense_bytes_per_step=1000)
-    journal.step(2.5, tokens=64, skipped=0, seconds=0.75, exchange_seconds=0.125, bubble_seconds=0.25)
+    journal.step(2.5, tokens=64, skipped=3, seconds=0.75, exchange_seconds=0.125, bubble_seconds=0.25)
+    journal.round(1, "ab" * 8, seconds=0.5, skipped=True)
     journal.residual_norm = 0.25
     journal.traffic({1: Wan({"payload": 70, "result": 50}, {"payload": 30})})
     journal.refusals = {"wrong certificate": 2}
@@ -251,8 +252,10 @@ def test_metrics_are_served_with_one_prefix_and_the_journals_numbers(tmp_path: P
     assert value("wan_sent_bytes_total", peer="1", kind="payload") == 70
     assert value("wan_received_bytes_total", peer="1", kind="payload") == 30
     assert value("seconds_total", activity="compute") == 0.375
-    assert value("seconds_total", activity="exchange") == 0.125
+    assert value("seconds_total", activity="exchange") == 0.625
     assert value("seconds_total", activity="bubble") == 0.25
+    assert value("skipped_steps_total") == 3
+    assert value("skipped_rounds_total") == 1
     assert value("digest_mismatches_total") == 1
     assert 0 <= value("checkpoint_age_seconds") < 600
     assert value("compression_ratio") == 1000 / 120

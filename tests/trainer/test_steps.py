@@ -1,11 +1,22 @@
-"""What a step counts for."""
+"""What steps and rounds count for."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from crosscloud_trainer.contract import ExitCode
 from crosscloud_trainer.engine import StepReport
-from crosscloud_trainer.steps import learned_tokens
+from crosscloud_trainer.exchange import RoundReport
+from crosscloud_trainer.failures import Failure
+from crosscloud_trainer.journal import Journal
+from crosscloud_trainer.steps import learned_tokens, note_round
+
+DILOCO, ALL_REDUCE = (SimpleNamespace(rewrites_weights=rewrites) for rewrites in (True, False))
+FINE, ALL_SKIPPED = {"weights": {0: 8, 1: 8}, "applied": True}, {"weights": {0: 8, 1: 8}, "applied": False}
+OWN_REFUSED, OTHERS_REFUSED = ({"weights": {0: 8 * one, 1: 8 - 8 * one}, "applied": True} for one in (0, 1))
 
 
 @pytest.mark.parametrize(("applied", "skipped_before", "learned"), [(True, 0, 64), (False, 1, 0), (True, 3, 64)])
@@ -14,3 +25,25 @@ def test_a_skipped_step_weighs_nothing_and_those_after_it_weigh_as_ever(
 ) -> None:
     report = StepReport(applied, skipped_before, gradient_norm=1.0, learning_rate=1e-3)
     assert learned_tokens(report, 64) == learned
+
+
+def rounds(algorithm: Any, *kinds: dict[str, Any]) -> Journal:
+    """What replica 0's journal knows after these rounds."""
+    journal = Journal(total_steps=100, dense_bytes_per_step=1)
+    for number, kind in enumerate(kinds, start=1):
+        done = RoundReport(number, digest=number, payload_bytes=0, refused=not kind["weights"][0], **kind)
+        note_round(journal, algorithm, 0, done, seconds=1.0)
+    return journal
+
+
+def test_rounds_without_the_replicas_own_update_are_counted_and_no_others() -> None:
+    assert rounds(DILOCO, FINE, OWN_REFUSED, OTHERS_REFUSED, ALL_SKIPPED, FINE).progress.skipped_rounds == 2
+    assert rounds(ALL_REDUCE, OWN_REFUSED, ALL_SKIPPED).progress.skipped_rounds == 0, "these are skipped steps"
+
+
+def test_ten_skipped_rounds_in_a_row_end_the_job_and_one_between_them_does_not() -> None:
+    nine = [OWN_REFUSED, ALL_SKIPPED, OWN_REFUSED] * 3
+    assert rounds(DILOCO, *nine, OTHERS_REFUSED, *nine).progress.skipped_rounds == 18
+    with pytest.raises(Failure, match="not finite for 10 rounds in a row, the last one 11; lower the") as caught:
+        rounds(DILOCO, FINE, *nine, OWN_REFUSED)
+    assert caught.value.code == ExitCode.NON_FINITE

@@ -134,6 +134,7 @@ _PROGRESS: tuple[tuple[str, str, bool, str], ...] = (
     ("wan_bytes_received", "job_wan_received_bytes", True, "Bytes that the replica has received over links."),
     ("dense_bytes", "job_dense_bytes", True, "Bytes that an exchange in fp32 at every step would have sent so far."),
     ("skipped_steps", "job_skipped_steps", True, "Inner steps skipped for gradients that were not finite."),
+    ("skipped_rounds", "job_skipped_rounds", True, "Rounds without the replica's update, which was not finite."),
     ("digest_mismatches", "job_digest_mismatches", True, "Rounds before which the replicas' outer states differed."),
     ("unsaved_steps", "job_unsaved_steps", False, "Inner steps since the last checkpoint, or since the start."),
     ("residual_norm", "job_residual_norm", False, "Norm of what encoding has lost and later updates bring."),

@@ -42,6 +42,7 @@ class Journal:
         self.refusals: Mapping[str, int] = {}
         self.residual_norm: float | None = None
         """What encoding has lost so far and later updates bring, over all ranks; None before the first round."""
+        self.skipped_rounds_in_a_row = 0
         self.mismatches = 0
         """Rounds before which the replicas' outer states were found to differ."""
 
@@ -85,11 +86,15 @@ class Journal:
             self.seconds["exchange"] += exchange_seconds
             self.seconds["bubble"] += bubble_seconds
 
-    def round(self, number: int, digest: str, seconds: float) -> None:
-        """A round that this replica applied. Progress has it once it is settled."""
+    def round(self, number: int, digest: str, seconds: float, *, skipped: bool = False) -> None:
+        """A round that has ended; `skipped` where nothing of this replica's window is in its result. Progress has its
+        number once it is settled.
+        """
         with self._lock:
             self._applied.append((number, digest))
             self.seconds["exchange"] += seconds
+            self.skipped_rounds_in_a_row = self.skipped_rounds_in_a_row + 1 if skipped else 0
+            self._progress = replace(self._progress, skipped_rounds=self._progress.skipped_rounds + skipped)
 
     def settled(self, number: int) -> None:
         """The whole view has prepared this round: outsiders may hear of it."""

@@ -45,7 +45,7 @@ from crosscloud_trainer.reporting import Status, StatusFile
 from crosscloud_trainer.result import store_folder
 from crosscloud_trainer.shard_optimizer import ShardOptimizer
 from crosscloud_trainer.sizes import wan_bytes
-from crosscloud_trainer.steps import TRAFFIC_STEPS, build_algorithm, learned_tokens, residual_norm
+from crosscloud_trainer.steps import TRAFFIC_STEPS, build_algorithm, learned_tokens, note_round, residual_norm
 from crosscloud_trainer.storage import Storage
 from crosscloud_trainer.train import explained, serve_metrics
 
@@ -268,7 +268,7 @@ class _Run:
         self.open_steps = 0
         if self._algorithm.rewrites_weights:
             self._trained.refresh()
-        self._journal.round(done.round, f"{done.digest:016x}", time.monotonic() - started)
+        note_round(self._journal, self._algorithm, self._place.pod.replica, done, time.monotonic() - started)
         if self._place.first and self._algorithm.rewrites_weights:
             log.info("round %d: digest %016x", done.round, done.digest)
         if self._algorithm.rewrites_weights or done.round % TRAFFIC_STEPS == 0:

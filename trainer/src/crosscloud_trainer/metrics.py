@@ -65,6 +65,9 @@ class RunCollector(Collector):
         yield self._counter("tokens", "Tokens trained", progress.tokens)
         yield self._counter("skipped_steps", "Steps skipped for gradients that were not finite", progress.skipped_steps)
         yield self._counter(
+            "skipped_rounds", "Rounds without this replica's update, which was not finite", progress.skipped_rounds
+        )
+        yield self._counter(
             "dense_bytes", "What an exchange in fp32 at every step would have sent", progress.dense_bytes
         )
         yield self._counter(

@@ -29,6 +29,7 @@ from crosscloud_trainer.tasks.causal import CausalTask, MicroBatch
 log = logging.getLogger("crosscloud_trainer")
 
 LOG_SECONDS = 10.0
+MOST_SKIPPED_ROUNDS = 10  # in a row, as for steps
 TRAFFIC_STEPS = 10  # under AllReduce, whose rounds are too many to count bytes after each
 
 
@@ -134,9 +135,9 @@ class Steps:
         if self.algorithm.rewrites_weights:
             self.trained.refresh()
         seconds = time.monotonic() - started
-        self.journal.round(done.round, f"{done.digest:016x}", seconds)
         if self.algorithm.rewrites_weights:
             self._tell(done, seconds)
+        note_round(self.journal, self.algorithm, self.place.pod.replica, done, seconds)
         if self.algorithm.rewrites_weights or last or done.round % TRAFFIC_STEPS == 0:
             count_traffic(self.meeting, self.journal, self._replica, self.place)
             self.journal.residual_norm = residual_norm(self.algorithm, self._replica)
@@ -172,6 +173,22 @@ class Steps:
             rate = self.journal.progress.tokens_per_second
             loss = self.journal.progress.loss or float("nan")
             log.info("step %d of %d: loss %.4f, %.0f tokens/s", number, self.steps, loss, rate)
+
+
+def note_round(
+    journal: Journal, algorithm: AllReduce | DiLoCo, replica: int, done: RoundReport, seconds: float
+) -> None:
+    """Counts a round of this replica. Raises Failure(NON_FINITE), on all its ranks alike, where too many of its windows
+    in a row have come to nothing. Under AllReduce such a round is a skipped step, which the engine counts.
+    """
+    skipped = algorithm.rewrites_weights and not (done.applied and done.weights[replica])
+    journal.round(done.round, f"{done.digest:016x}", seconds, skipped=skipped)
+    if journal.skipped_rounds_in_a_row >= MOST_SKIPPED_ROUNDS:
+        message = (
+            f"updates were not finite for {MOST_SKIPPED_ROUNDS} rounds in a row, the last one {done.round}; lower the "
+            "learning rate (of the outer optimizer too), or shorten the window"
+        )
+        raise Failure(ExitCode.NON_FINITE, message)
 
 
 def residual_norm(algorithm: AllReduce | DiLoCo, replica: ReplicaTotals) -> float:

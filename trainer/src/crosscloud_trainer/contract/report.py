@@ -76,6 +76,7 @@ class Progress:
     wan_bytes_received: int = rule(0, minimum=0)
     dense_bytes: int = rule(0, minimum=0)  # what an exchange in fp32 at every step would have sent so far
     skipped_steps: int = rule(0, minimum=0)
+    skipped_rounds: int = rule(0, minimum=0)  # of this attempt, without this replica's update
     compute_seconds: float = rule(0.0, minimum=0)
     exchange_seconds: float = rule(0.0, minimum=0)
     waiting_seconds: float = rule(0.0, minimum=0)  # of rounds that waited for others: no part of exchange_seconds

@@ -62,6 +62,7 @@ def scalars(progress: Progress) -> Mapping[str, float]:
         "wan/residual norm": progress.residual_norm,
         **{f"time/{activity}": seconds for activity, seconds in progress.seconds.items()},
         "steps/skipped": float(progress.skipped_steps),
+        "rounds/skipped": float(progress.skipped_rounds),
     }
     return {tag: value for tag, value in found.items() if value is not None}
 
