@@ -133,13 +133,15 @@ def allreduce_replica(
     clip_norm: float,
     codec: str = "None",
     bad_step: int = 0,
+    bad_replica: int = 0,
+    bad_value: float = 0.0,
     drift_step: int = 0,
     resync_rounds: int = 500,
 ) -> Any:
     """One of the replicas of a job, with so many `ranks` each, that exchange every gradient by a store.
 
-    The last rank of the last replica has a gradient that isn't finite in `bad_step`. After `drift_step` the last
-    replica's weights and optimizer state are off in their last bits.
+    In `bad_step` the gradient of the last rank of `bad_replica` is multiplied with `bad_value`. After `drift_step` the
+    last replica's weights and optimizer state are off in their last bits.
     """
     store = dist.PrefixStore(name, store_of(port))
     engine = engine_of(stage, clip_norm=clip_norm)
@@ -162,19 +164,22 @@ def allreduce_replica(
         resync_rounds=resync_rounds,
     )
     engine.exchange = algorithm
-    result: dict[str, list[Any]] = {"losses": [], "digests": [], "applied": [], "rates": [], "states": [], "kept": []}
-    worst = (len(ranks) - 1, ranks[-1] - 1)
+    told = ("losses", "digests", "applied", "rates", "finite", "states", "kept")
+    result: dict[str, list[Any]] = {name: [] for name in told}
+    worst = (bad_replica, ranks[bad_replica] - 1)
     for number, tokens in enumerate(batches(sum(ranks[:replica]) + engine.rank, steps), start=1):
         loss = engine(input_ids=tokens, labels=tokens).loss
         result["losses"].append(loss_of(loss))
         spoilt = number == bad_step and (replica, engine.rank) == worst
-        engine.backward(loss * float("inf") if spoilt else loss)
+        engine.backward(loss * bad_value if spoilt else loss)
         step = engine.step()
         assert step is not None
         report = algorithm.on_step(0)
         assert report is not None
         result["applied"].append((step.applied, report.applied))
         result["rates"].append(step.learning_rate)
+        if bad_step:
+            result["finite"].append(_all_finite(device, algorithm.residual, *engine.state()))
         result["digests"].append(report.digest)
         if not drift_step:
             continue
@@ -186,6 +191,11 @@ def allreduce_replica(
     losses: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(losses, result["losses"])
     return {**result, "losses": losses}
+
+
+def _all_finite(device: torch.device, *values: torch.Tensor) -> bool:
+    """On all ranks of the replica."""
+    return TorchGroup(device).total([int(not all(torch.isfinite(part).all() for part in values))]) == [0]
 
 
 def _kept(engine: Any) -> list[str]:
