@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import urllib.request
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -152,6 +153,12 @@ def test_the_journal_counts_what_happened_and_never_shows_a_loss_that_is_not_fin
     found = journal.progress
     assert (found.step, found.tokens, found.loss, found.first_loss, found.skipped_steps) == (2, 20, 4.0, 4.0, 1)
     assert (found.wan_bytes_sent, found.wan_bytes_received, found.dense_bytes) == (12, 4, 201)
+    assert {(part.replica, part.kind): (part.sent, part.received) for part in found.wan} == {
+        (1, "payload"): (7, 3),
+        (1, "result"): (5, 0),
+        (1, "activation"): (0, 0),
+        (1, "overhead"): (0, 1),
+    }
     assert (found.round, found.digest, found.validation_loss) == (1, "ab" * 8, None)
     assert journal.seconds == {"compute": 3.0, "exchange": 3.0, "waiting": 2.0, "bubble": 0.0}
     journal.step(3.0, tokens=10, skipped=1, seconds=4.0, exchange_seconds=0.5, bubble_seconds=1.5)
@@ -192,6 +199,20 @@ def test_the_loss_is_the_mean_of_the_last_ten_steps() -> None:
     assert journal.progress.first_loss == 1.0
 
 
+def test_the_speed_is_that_of_the_last_fifty_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    journal = Journal(total_steps=200, dense_bytes_per_step=1)
+    told = []
+    for step in range(1, 101):
+        now += 4.0 if step <= 50 else 0.5
+        journal.step(1.0, tokens=64, skipped=0, seconds=1.0)
+        told.append(journal.progress.tokens_per_second)
+    assert told[:50] == pytest.approx([16.0] * 50)
+    assert told[-1] == pytest.approx(128.0)
+    assert sorted(told[49:]) == told[49:]
+
+
 def test_progress_speaks_of_the_last_round_that_the_whole_view_has_prepared() -> None:
     journal = Journal(total_steps=3, dense_bytes_per_step=1)
     told = []
@@ -226,6 +247,8 @@ def test_metrics_are_served_with_one_prefix_and_the_journals_numbers(tmp_path: P
     journal = Journal(total_steps=8, dense_bytes_per_step=1000)
     journal.step(2.5, tokens=64, skipped=3, seconds=0.75, exchange_seconds=0.125, bubble_seconds=0.25)
     journal.round(1, "ab" * 8, seconds=0.5, skipped=True)
+    journal.waited(0.25)
+    journal.validation(1, 1.5)
     journal.residual_norm = 0.25
     journal.traffic({1: Wan({"payload": 70, "result": 50}, {"payload": 30})})
     journal.refusals = {"wrong certificate": 2}
@@ -247,12 +270,16 @@ def test_metrics_are_served_with_one_prefix_and_the_journals_numbers(tmp_path: P
     assert value("loss") == 2.5
     assert value("step") == 1
     assert value("steps") == 8
+    assert value("validation_loss") == 1.5
+    assert value("validation_perplexity") == pytest.approx(math.e**1.5)
+    assert value("tokens_per_second") == pytest.approx(journal.progress.tokens_per_second)
     assert value("tokens_total") == 64
     assert value("dense_bytes_total") == 1000
     assert value("wan_sent_bytes_total", peer="1", kind="payload") == 70
     assert value("wan_received_bytes_total", peer="1", kind="payload") == 30
     assert value("seconds_total", activity="compute") == 0.375
-    assert value("seconds_total", activity="exchange") == 0.625
+    assert value("seconds_total", activity="exchange") == 0.375
+    assert value("seconds_total", activity="waiting") == 0.25
     assert value("seconds_total", activity="bubble") == 0.25
     assert value("skipped_steps_total") == 3
     assert value("skipped_rounds_total") == 1

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from trainer_core.local_exchange import ThreadGroup
 
 from crosscloud_trainer.contract import ExitCode
 from crosscloud_trainer.engine import StepReport
 from crosscloud_trainer.exchange import RoundReport
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.journal import Journal
-from crosscloud_trainer.steps import learned_tokens, note_round
+from crosscloud_trainer.steps import learned_tokens, note_round, residual_norm
 
 DILOCO, ALL_REDUCE = (SimpleNamespace(rewrites_weights=rewrites) for rewrites in (True, False))
 FINE, ALL_SKIPPED = {"weights": {0: 8, 1: 8}, "applied": True}, {"weights": {0: 8, 1: 8}, "applied": False}
@@ -47,3 +51,23 @@ def test_ten_skipped_rounds_in_a_row_end_the_job_and_one_between_them_does_not()
     with pytest.raises(Failure, match="not finite for 10 rounds in a row, the last one 11; lower the") as caught:
         rounds(DILOCO, FINE, *nine, OWN_REFUSED)
     assert caught.value.code == ExitCode.NON_FINITE
+
+
+def test_the_norm_of_what_is_lost_is_that_of_all_ranks_also_where_one_holds_nothing() -> None:
+    residuals = [torch.randn(5), torch.empty(0), 1e3 * torch.randn(7)]
+    found: list[float] = []
+    groups = ThreadGroup.of(3)
+    ranks = [
+        Thread(
+            target=lambda rank=rank: found.append(
+                residual_norm(SimpleNamespace(residual=residuals[rank]), groups[rank])
+            )
+        )
+        for rank in range(3)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    expected = np.linalg.norm(np.concatenate([part.double().numpy() for part in residuals]))
+    assert found == pytest.approx([float(expected)] * 3)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from crosscloud_trainer.contract import Progress, StoredCheckpoint
-from crosscloud_trainer.contract.report import ACTIVITIES, timestamp
+from crosscloud_trainer.contract.report import ACTIVITIES, PeerBytes, timestamp
 from crosscloud_trainer.link.traffic import KINDS
 
 _RATE_STEPS = 50  # tokens per second are a mean over so many steps
@@ -128,6 +128,11 @@ class Journal:
                 dense_bytes=round((self._progress.step - self._first_step) * self._dense_per_step),
                 wan_bytes_sent=sum(sum(peer.sent.values()) for peer in wan.values()),
                 wan_bytes_received=sum(sum(peer.received.values()) for peer in wan.values()),
+                wan=tuple(
+                    PeerBytes(replica, kind, peer.sent.get(kind, 0), peer.received.get(kind, 0))
+                    for replica, peer in wan.items()
+                    for kind in KINDS
+                ),
             )
 
     def validation(self, step: int, loss: float) -> None:

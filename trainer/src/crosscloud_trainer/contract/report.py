@@ -53,6 +53,16 @@ def timestamp(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
+class PeerBytes:
+    """Bytes of one kind that a replica has exchanged with another one in other members."""
+
+    replica: int = rule(minimum=0)
+    kind: str = rule(max_length=20)
+    sent: int = rule(minimum=0)
+    received: int = rule(minimum=0)
+
+
+@dataclass(frozen=True)
 class Progress:
     """Counters of the replica.
 
@@ -74,6 +84,7 @@ class Progress:
     best_validation_loss: float | None = rule(None)
     wan_bytes_sent: int = rule(0, minimum=0)
     wan_bytes_received: int = rule(0, minimum=0)
+    wan: tuple[PeerBytes, ...] = rule(())  # the same two by peer and kind
     dense_bytes: int = rule(0, minimum=0)  # what an exchange in fp32 at every step would have sent so far
     skipped_steps: int = rule(0, minimum=0)
     skipped_rounds: int = rule(0, minimum=0)  # of this attempt, without this replica's update

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from crosscloud_trainer.contract import Progress
+from crosscloud_trainer.contract import Report
 from crosscloud_trainer.failures import invalid
 from crosscloud_trainer.launcher.state import RunState
 
@@ -34,15 +35,15 @@ class TensorBoardFiles:
         self._steps: dict[str, int] = {}
 
     def follow(self, state: RunState) -> None:
-        for replica in state.replicas:
-            progress = state.progress(replica)
+        for replica, report in state.reports.items():
+            progress = report.progress
             name = f"attempt-{state.attempt}/replica-{replica}"
-            if progress is None or self._steps.get(name) == progress.step or not progress.step:
+            if self._steps.get(name) == progress.step or not progress.step:
                 continue
             self._steps[name] = progress.step
             if name not in self._writers:
                 self._writers[name] = self._writer(str(self._folder / name))
-            for tag, value in scalars(progress).items():
+            for tag, value in scalars(report).items():
                 self._writers[name].add_scalar(tag, value, progress.step)
 
     def close(self) -> None:
@@ -50,8 +51,9 @@ class TensorBoardFiles:
             writer.close()
 
 
-def scalars(progress: Progress) -> Mapping[str, float]:
+def scalars(report: Report) -> Mapping[str, float]:
     """What a report says, by TensorBoard's tags; what isn't known yet is left out."""
+    progress = report.progress
     sent = progress.wan_bytes_sent
     found = {
         "loss/train": progress.loss,
@@ -63,8 +65,19 @@ def scalars(progress: Progress) -> Mapping[str, float]:
         **{f"time/{activity}": seconds for activity, seconds in progress.seconds.items()},
         "steps/skipped": float(progress.skipped_steps),
         "rounds/skipped": float(progress.skipped_rounds),
+        "rounds/digest mismatches": float(progress.digest_mismatches),
+        "checkpoint/age in seconds": _seconds(progress.saved_at, report.time),
+        "checkpoint/unsaved steps": float(progress.unsaved_steps),
     }
+    for part in progress.wan:
+        place = f"replica {part.replica}/{part.kind}"
+        found |= {f"wan sent to {place}": float(part.sent), f"wan received from {place}": float(part.received)}
     return {tag: value for tag, value in found.items() if value is not None}
+
+
+def _seconds(start: str | None, end: str) -> float | None:
+    """Between two times of a report; None where the first one isn't known."""
+    return None if start is None else (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()
 
 
 @contextlib.contextmanager
