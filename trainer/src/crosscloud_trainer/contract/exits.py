@@ -14,7 +14,7 @@ class ExitCode(enum.IntEnum):
     STORAGE_UNREACHABLE = 69  # storage doesn't answer
     PEERS_MISSING = 70  # not all pods of the attempt were met before the start deadline
     PEER_LOST = 71  # another pod of the attempt has gone
-    DIVERGED = 72  # digests differ and repeating the round did not decide who is right
+    DIVERGED = 72  # what replicas must have alike differs, or what one said can't be right
     NON_FINITE = 73  # too many skipped steps or rounds in a row
     FENCED = 74  # a newer attempt or incarnation exists
     TERMINATED = 143  # SIGTERM, to this pod or to another one of the attempt: a preemption, no fault of the job's
