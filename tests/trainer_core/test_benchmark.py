@@ -5,11 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ENGINE = Path(__file__).parents[2] / "benchmarks" / "engine.py"
 
 
-def test_both_sides_of_the_engine_benchmark_have_equal_losses():
+@pytest.mark.parametrize("zero", [0, 2])
+def test_both_sides_of_the_engine_benchmark_have_equal_losses(zero):
     size = {"layers": 1, "width": 32, "vocabulary": 64, "sequence": 8, "batch": 1, "pairs": 10, "window": 5}
+    size["zero"] = zero
     options = [f"--{name}={value}" for name, value in size.items()]
     done = subprocess.run(
         [sys.executable, str(ENGINE), "--json", *options], capture_output=True, text=True, timeout=600
