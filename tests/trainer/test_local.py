@@ -75,7 +75,9 @@ def test_events_tell_the_whole_story_and_the_end_its_numbers(unequal: Run) -> No
     assert {report["replica"] for report in reports} == {0, 1}
     assert [r["completion"]["outcome"] for r in reports if "completion" in r] == ["Succeeded", "Succeeded"]
     details = [report["detail"] for report in reports if report["replica"] == 0 and "detail" in report]
-    assert {"loading torch and DeepSpeed", "writing checkpoint and result"} <= set(details)  # the rest may be quick
+    assert "loading torch and DeepSpeed" in details
+    ending = {"waiting until all replicas have the last round", "writing checkpoint and result"}
+    assert ending & set(details), "each may be quicker than reports are, but not both"
     terms = {report["term"] for report in reports if report["activity"] == "Ended"}
     assert len(terms) == 1
     assert terms.pop() >= 1
