@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,16 @@ from crosscloud_trainer.storage import Storage
 log = logging.getLogger("crosscloud_trainer")
 
 _FAILURES_LIMIT = 3  # in a row
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What one rank stores: copies of its parts, what its list says, and what the manifest says of the whole job."""
+
+    which: CheckpointId
+    parts: Sequence[Part]
+    content: Mapping[str, Any]
+    told: Mapping[str, Any]
 
 
 class Saver:
@@ -94,8 +105,8 @@ class Saver:
                 log.warning("checkpoint of step %d left out: the one before it is still being stored", step)
                 threading.Thread(target=self._leave_out, args=(which,), name="checkpoint", daemon=True).start()
             return
-        parts, content = self._snapshot(step)
-        self._thread = threading.Thread(target=self._try, args=(which, parts, content), name="checkpoint", daemon=True)
+        taken = self._snapshot(which)
+        self._thread = threading.Thread(target=self._try, args=(taken,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def last(self, step: int) -> StoredCheckpoint | None:
@@ -103,17 +114,13 @@ class Saver:
 
         Raises Failure where it can't be stored.
         """
-        which = self._which(step)
-        taken = self._taken == step and self._thread is not None
         if self._thread is not None:
             self._thread.join()
-        if not taken or self._group.total([int(self._failures > 0)])[0]:
-            self._taken = step
-            parts, content = self._snapshot(step)
-            try:
-                self._store(which, parts, content)
-            except Abandoned as fault:
-                raise Failure(ExitCode.PEER_LOST, f"the last checkpoint was abandoned: {fault}") from fault
+        self._taken = step
+        try:
+            self._store(self._snapshot(self._which(step)))
+        except Abandoned as fault:
+            raise Failure(ExitCode.PEER_LOST, f"the last checkpoint was abandoned: {fault}") from fault
         return self._newest
 
     def _which(self, step: int) -> CheckpointId:
@@ -121,8 +128,8 @@ class Saver:
         home = self._meeting.exchange.authority.home
         return CheckpointId(run.job.uid, run.digest(), run.attempt, home, step, self._algorithm.round)
 
-    def _snapshot(self, step: int) -> tuple[list[Part], dict[str, Any]]:
-        """What this rank stores: copies of its parts, and what its list says. Raises Failure(NON_FINITE)."""
+    def _snapshot(self, which: CheckpointId) -> _Snapshot:
+        """The present state of this rank, which goes on while this is stored. Raises Failure(NON_FINITE)."""
         scope = state.optimizer_scope(self._algorithm)
         parts = [
             *state.outer_parts(self._trained, self._algorithm),
@@ -130,7 +137,7 @@ class Saver:
             *state.optimizer_parts(self._trained, scope),
         ]
         if self._group.total([int(not state.finite(parts))])[0]:
-            message = f"weights or optimizer are not finite after step {step}: no checkpoint of them is written"
+            message = f"weights or optimizer are not finite after step {which.step}: no checkpoint of them is written"
             raise Failure(ExitCode.NON_FINITE, message)
         progress = self._journal.progress
         content = {
@@ -144,12 +151,13 @@ class Saver:
             "zeroStage": self._place.attempt.plan.zero_stage,
         }
         kept = [part for part in parts if part.scope is not Scope.MODEL or self._lowest]
-        return state.snapshot(kept), content
+        return _Snapshot(which, state.snapshot(kept), content, self._told(which))
 
-    def _try(self, which: CheckpointId, parts: Sequence[Part], content: dict[str, Any]) -> None:
+    def _try(self, taken: _Snapshot) -> None:
         """In the thread: store, or tell why not."""
+        which = taken.which
         try:
-            self._store(which, parts, content)
+            self._store(taken)
         except Abandoned as fault:
             if self._place.first:
                 log.warning("checkpoint of step %d was left out: %s", which.step, fault)
@@ -160,16 +168,17 @@ class Saver:
             log.warning("checkpoint of step %d is not stored, training goes on: %s", which.step, failure)
             self._discard(which)
 
-    def _store(self, which: CheckpointId, parts: Sequence[Part], content: dict[str, Any]) -> None:
+    def _store(self, taken: _Snapshot) -> None:
         pod, place, run = self._place.pod, self._place, self._place.attempt.run
+        which = taken.which
         if self.leads:
             check_claim(self._storage, run)
         index = self._trained.index
-        chunks = checkpoint.write_chunks(self._storage, which, pod.replica, place.number, index, parts)
-        checkpoint.write_list(self._storage, which, pod.replica, place.number, {**content, "chunks": chunks})
+        chunks = checkpoint.write_chunks(self._storage, which, pod.replica, place.number, index, taken.parts)
+        checkpoint.write_list(self._storage, which, pod.replica, place.number, {**taken.content, "chunks": chunks})
         if self.leads:
             ranks = {plan.index: place.numbering.ranks(plan.index) for plan in run.replicas}
-            self._newest = checkpoint.write_manifest(self._storage, which, ranks, self._told(which), log.info)
+            self._newest = checkpoint.write_manifest(self._storage, which, ranks, taken.told, log.info)
             self._journal.checkpointed(self._newest)
             log.info("checkpoint of step %d: %s", which.step, self._newest.uri)
         elif place.first:
