@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,9 @@ def splits(draw: st.DrawFn) -> list[Split]:
     return [Split(tuple(found), replica, batch, seed) for replica, found in enumerate(shares)]
 
 
+layouts = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 3, 4, 6, 12]))  # replicas, and the batch of each
+
+
 def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
 
@@ -70,15 +74,27 @@ def test_the_batch_of_a_replica_does_not_depend_on_its_number_of_ranks(
     assert len(np.concatenate(parts)) == split.batch_size
 
 
-@given(splits(), st.integers(0, 40), st.integers(1, 20))
-def test_a_run_that_goes_on_at_a_step_takes_the_very_next_sample(
-    all_splits: list[Split], stopped: int, more: int
+@given(st.integers(1, 200), layouts, layouts, st.data())
+def test_of_one_source_another_layout_takes_the_very_next_samples_and_at_most_one_step_of_them_twice(
+    sequences: int, before: tuple[int, int], after: tuple[int, int], data: st.DataObject
 ) -> None:
-    for split in all_splits:
-        whole = [row for step in range(stopped + more) for row in split.of_replica(step).tolist()]
-        resumed = replace(split)  # as another process makes it
-        rest = [row for step in range(stopped, stopped + more) for row in resumed.of_replica(step).tolist()]
-        assert whole[stopped * split.batch_size :] == rest
+    def taken(layout: tuple[int, int], first: int, last: int | None) -> list[tuple[int, int]]:
+        """What all replicas take from step `first` to step `last`, or to the end of their epochs."""
+        replicas, batch = layout
+        found = []
+        for reader in range(replicas):
+            split = Split((Share(0, sequences, reader, replicas),), reader, batch, seed=5)
+            stop = split.per_epoch if last is None else last * batch
+            found += ids(split, first * batch, stop - first * batch) if stop > first * batch else []
+        return found
+
+    sequences = max(sequences, before[0], after[0])
+    stopped = data.draw(st.integers(0, sequences // before[0] // before[1]))
+    seen, per_step = stopped * before[0] * before[1], after[0] * after[1]
+    resumed = seen // per_step  # as a checkpoint's tokens say it
+    counts = Counter(taken(before, 0, stopped) + taken(after, resumed, None))
+    assert sorted(counts) == [(0, number) for number in range(sequences)]
+    assert sum(counts.values()) - sequences == seen - resumed * per_step
 
 
 def test_101_samples_over_4_replicas_are_dealt_whole_and_every_replica_has_a_batch_at_every_step() -> None:
