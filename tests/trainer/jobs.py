@@ -70,7 +70,14 @@ def start_local(
     """`crosscloud-trainer local` with JSON events on its stdout; `environ` is added to its environment."""
     command = [*TRAINER, "local", str(path), "--json", "--out", str(out), *options]
     env = {**os.environ, **(environ or {})}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        pipesize=2**20,  # of several jobs at once one is read after the other, and none may stand still meanwhile
+    )
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]], str]:

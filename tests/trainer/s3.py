@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -25,6 +26,7 @@ class S3Server:
 
     endpoint: str
     folder: Path
+    process: subprocess.Popen[bytes]
 
     @property
     def port(self) -> int:
@@ -48,6 +50,15 @@ class S3Server:
         """Where an object lies in the folder that is served."""
         return self.folder / address.removeprefix("s3://")
 
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Within, it takes connections and requests, and answers none."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
 
 @contextmanager
 def s3_server(folder: Path, port: int | None = None, secret: str = SECRET) -> Iterator[S3Server]:
@@ -68,7 +79,7 @@ def s3_server(folder: Path, port: int | None = None, secret: str = SECRET) -> It
             assert process.poll() is None, (folder / "log").read_text()
             assert time.monotonic() < deadline, "the S3 server doesn't answer"
             time.sleep(0.05)
-        yield S3Server(f"http://127.0.0.1:{port}", data)
+        yield S3Server(f"http://127.0.0.1:{port}", data, process)
     finally:
         process.terminate()
         process.wait()

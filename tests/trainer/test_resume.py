@@ -7,13 +7,15 @@ import random
 import re
 import signal
 import subprocess
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer.jobs import TRAINER, finished, manifest, ranks_of, start_local, written
+from trainer.jobs import TINY_MODEL, TRAINER, finished, manifest, ranks_of, start_local, wait_for, written
 from trainer.runs import Run, broken_off, until_checkpoint
 from trainer.s3 import s3_server
 
@@ -21,63 +23,100 @@ from crosscloud_trainer.contract import ExitCode
 from crosscloud_trainer.export import export
 from crosscloud_trainer.failures import Failure
 
-TOP_K = {"innerSteps": 4, "codec": "TopK"}
+STEPS, WARMUP = 48, 6
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.1}
+TOP_K = {
+    "sync": {"innerSteps": 4, "codec": "TopK"},
+    "replica": {"gpusPerStage": 2, "zeroStage": 3},
+    "replicaOverrides": [{"name": "cut", "index": 1, "stages": 2, "gpusPerStage": 1, "zeroStage": 2}],
+}
 ALL_REDUCE = {"algorithm": "AllReduce", "codec": "Int8"}
+LEFT_OUT = "left out: the one before it is still being stored"
 
 
 def job(folder: Path, **spec: Any) -> Path:
     """48 steps, in windows of 4, with a checkpoint after each; of dropout, so that random numbers count."""
-    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.1}
-    training = {"tokens": 12288, "model": {"config": gpt2}, **spec.pop("training", {})}
+    training = {"tokens": STEPS * 256, "warmupSteps": WARMUP, "model": {"config": GPT2}, **spec.pop("training", {})}
     folder.mkdir(exist_ok=True)
-    return written(folder, manifest(training=training, checkpoint={"everySteps": 4}, **spec))
+    return written(folder, manifest(**{"training": training, "checkpoint": {"everySteps": 4}, **spec}))
 
 
 def resumed(path: Path, out: Path) -> subprocess.Popen[str]:
     return start_local(path, out, "--resume")
 
 
+def killed(path: Path, folder: Path) -> Run:
+    """A run with its storage on S3, which for a while doesn't answer. After that a rank is killed, at any moment."""
+    with s3_server(folder) as server:
+        address, out = server.bucket("models") + "/killed", folder / "cut"
+        process = start_local(path, out, "--storage", address, environ=server.environment)
+        logs = [out / "logs" / "attempt-1" / f"replica-{label}.log" for label in ("0", "1-0")]
+
+        def told(words: str) -> bool:
+            return all(log.exists() and words in log.read_text() for log in logs)
+
+        wait_for(lambda: told("training: "), "the first step")
+        with server.stalled():
+            wait_for(lambda: told(LEFT_OUT), "a checkpoint that is left out")
+        wait_for(lambda: re.search(r"checkpoint of step \d+: s3:", logs[0].read_text()), "the one before")
+        with server.stalled():  # so that it doesn't come to its end before
+            events = until_checkpoint(process, 4)
+            time.sleep(random.uniform(0, 1))
+            random.choice(ranks_of(process.pid)).send_signal(signal.SIGKILL)
+        code, rest, _ = finished(process)
+        return Run(code, [*events, *rest], out, server.path_of)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """The same two jobs, each in one go and broken off: DiLoCo with TopK by SIGKILL of a rank, which has its storage on
-    S3, AllReduce by SIGTERM.
+    """The same two jobs, each in one go and broken off: DiLoCo with TopK by SIGKILL of a rank, in bf16 with unlike
+    replicas, AllReduce by SIGTERM.
     """
     folder = tmp_path_factory.mktemp("runs")
-    kill, end = job(folder / "kill", sync=TOP_K), job(folder / "end", sync=ALL_REDUCE)
-    whole = {name: start_local(path, folder / name / "whole") for name, path in (("kill", kill), ("end", end))}
-    found = {f"{name} whole": Run(*finished(process)[:2], folder / name / "whole") for name, process in whole.items()}
-    with s3_server(folder) as server:
-        address = server.bucket("models") + "/killed"
-        processes = {
-            "kill": start_local(kill, folder / "kill" / "cut", "--storage", address, environ=server.environment),
-            "end": start_local(end, folder / "end" / "cut"),
-        }
-        events = {name: until_checkpoint(process, 8) for name, process in processes.items()}
-        random.choice(ranks_of(processes["kill"].pid)).send_signal(signal.SIGKILL)
-        processes["end"].send_signal(signal.SIGTERM)
-        for name, process in processes.items():
-            code, rest, _ = finished(process)
-            path_of = server.path_of if name == "kill" else Path
-            found[f"{name} cut"] = Run(code, [*events[name], *rest], folder / name / "cut", path_of)
-    cut = found["end cut"]
-    broken_off(cut, folder / "end" / "stopped")
-    found["end stopped"] = Run(cut.code, cut.events, folder / "end" / "stopped")
-    code, rest, _ = finished(resumed(end, folder / "end" / "cut"))
-    found["end resumed"] = Run(code, rest, folder / "end" / "cut")
+    llama = {"config": {**TINY_MODEL, "tie_word_embeddings": False, "attention_dropout": 0.1}}
+    kill = job(folder / "kill", training={"model": llama, "precision": "BF16", "microBatchSize": 2}, **TOP_K)
+    end = job(folder / "end", sync=ALL_REDUCE)
+    processes = {
+        "end cut": start_local(end, folder / "end" / "cut"),
+        "end whole": start_local(end, folder / "end" / "whole"),
+        "kill whole": start_local(kill, folder / "kill" / "whole"),
+    }
+    events = until_checkpoint(processes["end cut"], 8)
+    processes["end cut"].send_signal(signal.SIGTERM)
+    found = {}
+    for name, process in processes.items():
+        code, rest, _ = finished(process)
+        found[name] = Run(code, rest, folder / Path(*name.split()))
+    found["end cut"].events[:0] = events
+    found["end stopped"] = replace(found["end cut"], out=folder / "end" / "stopped")
+    broken_off(found["end cut"], found["end stopped"].out)
+    rest_of_end = resumed(end, folder / "end" / "cut")
+    found["kill cut"] = killed(kill, folder / "kill")
+    found["end resumed"] = Run(*finished(rest_of_end)[:2], folder / "end" / "cut")
     return found
 
 
 def test_after_sigkill_the_next_attempt_goes_on_to_the_bit(runs: dict[str, Run]) -> None:
     whole, cut = runs["kill whole"], runs["kill cut"]
     assert (whole.code, cut.code) == (0, 0)
-    assert ["was killed by SIGKILL" in failure for failure in cut.failures] == [True]
+    assert ["was killed by SIGKILL" in failure for failure in cut.failures] == [True], cut.failures
     assert "resumed from s3://models/killed/attempt-1/home-1/step-" in cut.log(2)
     rest = cut.digests(2)
-    assert min(rest) > 2
+    assert min(rest) > 1
     assert rest == {number: digest for number, digest in whole.digests(1).items() if number in rest}
     assert (cut.end["last_loss"], cut.end["validation_loss"]) == (whole.end["last_loss"], whole.end["validation_loss"])
-    assert (cut.end["steps"], cut.end["tokens"]) == (48, 12288)
+    assert (cut.end["steps"], cut.end["tokens"]) == (STEPS, STEPS * 256)
     assert cut.chunks() == whole.chunks()
+
+
+def test_storage_that_is_slow_holds_up_no_step_and_the_next_checkpoint_is_left_out_by_all(runs: dict[str, Run]) -> None:
+    run = runs["kill cut"]
+    logs = [run.log(1, label) for label in (0, "1-0")]
+    left_out = [set(re.findall(r"checkpoint of step (\d+) left out: the one before", log)) for log in logs]
+    for step in left_out[0] & left_out[1]:
+        assert f"checkpoint of step {step}: s3://" not in logs[0]
+    assert left_out[0] & left_out[1]
+    assert "is not stored" not in "".join(logs)
 
 
 def test_sigterm_leaves_a_checkpoint_from_which_a_later_run_goes_on_to_the_bit(runs: dict[str, Run]) -> None:

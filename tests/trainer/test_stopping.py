@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trainer.jobs import finished, manifest, start_local, written
@@ -20,9 +21,10 @@ STEP_TOKENS = 2 * 4 * 32
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    training = {"tokens": 300 * STEP_TOKENS, "evaluateEvery": 1000}
-    spec = {"checkpoint": {"everySteps": 100}, "failurePolicy": {"attempts": 1}}
-    sync = {"innerSteps": 4, "codec": "BF16"}
+    training = {"tokens": 300 * STEP_TOKENS, "evaluateEvery": 1000, "precision": "BF16"}
+    spec: dict[str, Any] = {"checkpoint": {"everySteps": 100}, "failurePolicy": {"attempts": 1}}
+    spec |= {"replica": {"zeroStage": 0}, "replicaOverrides": [{"name": "other", "index": 1, "zeroStage": 2}]}
+    sync = {"innerSteps": 4, "codec": "Int8"}
     return written(tmp_path_factory.mktemp("stopping"), manifest(training=training, sync=sync, **spec))
 
 
