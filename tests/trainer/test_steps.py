@@ -1,7 +1,8 @@
-"""What steps and rounds count for."""
+"""What steps and rounds count for, and at which rate a run goes on whose steps were other ones before."""
 
 from __future__ import annotations
 
+import math
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from trainer_core.local_exchange import ThreadGroup
 
 from crosscloud_trainer.contract import ExitCode
-from crosscloud_trainer.engine import StepReport
+from crosscloud_trainer.engine import Engine, StepReport
 from crosscloud_trainer.exchange import RoundReport
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.journal import Journal
+from crosscloud_trainer.schedule import warmup_cosine
 from crosscloud_trainer.steps import learned_tokens, note_round, residual_norm
 
 DILOCO, ALL_REDUCE = (SimpleNamespace(rewrites_weights=rewrites) for rewrites in (True, False))
@@ -71,3 +73,21 @@ def test_the_norm_of_what_is_lost_is_that_of_all_ranks_also_where_one_holds_noth
         rank.join(60)
     expected = np.linalg.norm(np.concatenate([part.double().numpy() for part in residuals]))
     assert found == pytest.approx([float(expected)] * 3)
+
+
+@pytest.mark.parametrize(("done", "scale"), [(8, 8 / 12), (2, 2.0), (4, 1.0), (5, 8 / 7)])
+def test_the_first_rates_after_resuming_are_those_of_the_tokens_seen(done: int, scale: float) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, 6, 32, 0.1))
+    trained: Any = Engine.__new__(Engine)
+    trained._engine, trained._optimizer = SimpleNamespace(lr_scheduler=schedule), SimpleNamespace(inner=optimizer)
+    before = 3e-3 * warmup_cosine(done, 6, 32, 0.1)
+    trained.resume(3, {"position": done, "rates": [before]}, scale)
+    assert trained.skipped == 3
+    for step in range(30):
+        position = done * scale + step
+        cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * min(1, (position - 6) / (32 - 6)))) / 2
+        expected = 3e-3 * (min(1, (position + 1) / 6) if position < 6 else cosine)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+        optimizer.step()
+        schedule.step()

@@ -15,14 +15,14 @@ def ends_window(step: int, inner_steps: int) -> bool:
     return step % inner_steps == 0
 
 
-def warmup_cosine(step: int, warmup: int, total: int, floor: float) -> float:
+def warmup_cosine(step: float, warmup: int, total: int, floor: float) -> float:
     """Factor of the learning rate at inner step `step` from 0: linear over `warmup` steps, then a cosine down
-    to `floor`.
+    to `floor`. `step` lies between two steps where a run goes on with other ones.
 
     The schedule of Loshchilov and Hutter (SGDR, 2017) without restarts.
     """
     if step < warmup:
-        return (step + 1) / warmup
+        return min(1.0, (step + 1) / warmup)
     if step >= total:
         return floor
     progress = (step - warmup) / max(1, total - warmup)

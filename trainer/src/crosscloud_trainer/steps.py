@@ -66,12 +66,18 @@ class Steps:
         for number in range(self.done + 1, self.steps + 1):
             learned = self._learn(number)
             last = number == self.steps
-            ended = self._exchange(learned, last=last or (alone and self._leaves))
+            ended = self._exchange(learned, last=last or (alone and self._must_save(number)))
             if number % self.place.attempt.run.training.evaluate_every == 0 or number == self.steps:
                 self._evaluate(number)
             self._say(number)
             if ended and not last:
                 self._save(number)
+
+    def _must_save(self, number: int) -> bool:
+        """Whether a replica that is alone ends a round here, which it would not do by itself: for a last checkpoint, or
+        under AllReduce, where it has no rounds but these.
+        """
+        return self._leaves or (not self.algorithm.rewrites_weights and self.saver.due(number))
 
     def _save(self, number: int) -> None:
         """After a round, in which all replicas have come to the same step."""
