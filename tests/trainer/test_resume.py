@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import signal
@@ -149,34 +150,85 @@ def test_at_the_end_the_last_checkpoints_and_the_best_one_are_there_and_no_other
     assert all(float(item["validationLoss"]) > float(best[0]["validationLoss"]) for item in last if best)
 
 
+@pytest.fixture(scope="module")
+def others(runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Jobs that go on where the one was stopped by SIGTERM: its newest checkpoint damaged, by steps of 12 sequences
+    on two ranks in place of 8 on two replicas; with none left; with another algorithm and another width.
+    """
+    folder = tmp_path_factory.mktemp("others")
+    layout = {"replicas": 1, "replica": {"gpusPerStage": 2, "zeroStage": 3}, "sync": ALL_REDUCE}
+    policy = {"everySteps": 4, "keep": 16}
+    jobs: dict[str, dict[str, Any]] = {
+        "damaged": {**layout, "training": {"batchSize": 12}, "checkpoint": policy},
+        "gone": {"replicas": 1, "sync": ALL_REDUCE},
+        "another": {"replicas": 1, "training": {"model": {"config": {**GPT2, "n_embd": 64}}}},
+    }
+    processes = {}
+    for name, spec in jobs.items():
+        newest, *before = broken_off(runs["end stopped"], folder / name)
+        if name == "damaged":
+            chunk = next(Path(newest["uri"]).parent.glob("replica-0/*.safetensors"))
+            chunk.write_bytes(chunk.read_bytes()[: chunk.stat().st_size // 2])
+        if name == "gone":
+            for item in (newest, *before):
+                Path(item["uri"]).unlink()
+        processes[name] = resumed(job(folder / f"{name} job", **spec), folder / name)
+    return {name: Run(*finished(process)[:2], folder / name) for name, process in processes.items()}
+
+
 def test_damage_is_told_and_another_layout_goes_on_from_the_checkpoint_before(
-    runs: dict[str, Run], tmp_path: Path
+    runs: dict[str, Run], others: dict[str, Run]
 ) -> None:
-    out = tmp_path / "out"
-    newest, before, *_ = broken_off(runs["end stopped"], out)
-    chunk = next(Path(newest["uri"]).parent.glob("replica-0/*.safetensors"))
-    chunk.write_bytes(chunk.read_bytes()[: chunk.stat().st_size // 2])
-    path = job(
-        tmp_path, sync=ALL_REDUCE, replicas=1, replica={"gpusPerStage": 2, "zeroStage": 3}, training={"batchSize": 8}
-    )
-    code, events, err = finished(resumed(path, out))
-    run = Run(code, events, out)
-    assert (code, err) == (0, "")
-    assert f"checkpoint {newest['uri']} can't be used: replica-0/rank-0-0.safetensors has" in run.log(2)
-    assert f"resumed from {before['uri']}: step {before['step']}" in run.log(2)
+    run = others["damaged"]
+    newest, before, *_ = (item["uri"].rpartition("attempt-1/")[2] for item in runs["end stopped"].checkpoints)
+    assert run.code == 0, run.end
+    assert f"{newest} can't be used: replica-0/rank-0-0.safetensors has" in run.log(2)
+    assert f"{before}: step " in run.log(2)
     assert "residuals of replicas [1] are dropped" in run.log(2)
 
 
-def test_where_no_checkpoint_is_whole_the_job_ends_with_the_reason(runs: dict[str, Run], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    known = broken_off(runs["end stopped"], out)
-    for item in known:
-        Path(item["uri"]).unlink()
-    code, events, _ = finished(resumed(job(tmp_path, sync=ALL_REDUCE, replicas=1), out))
-    assert code == ExitCode.STORAGE_REFUSED
-    assert events[-1]["last"] is True
-    assert "none of the job's checkpoints can be used" in events[-1]["message"]
-    assert events[-1]["message"].count("its manifest isn't there") == len(known)
+def test_where_a_step_has_another_number_of_tokens_steps_and_rates_follow_the_tokens_seen(
+    runs: dict[str, Run], others: dict[str, Run]
+) -> None:
+    run, stopped = others["damaged"], runs["end stopped"].checkpoints[1]["step"]
+    seen = stopped * 8 / 12  # of the present steps, which have 12 sequences; those before had 8
+    first, last = int(seen), STEPS * 8 // 12
+    assert (run.end["steps"], run.end["tokens"]) == (last, STEPS * 256)
+    taken = [item for item in run.checkpoints if "/attempt-2/" in item["uri"]]
+    assert {item["step"] for item in taken} <= {*range(first + 4, last, 4), last}  # a slow disk may leave some out
+    assert len(taken) > 1, "also of a replica that is alone, under AllReduce"
+    for item in taken:
+        manifest = json.loads(Path(item["uri"]).read_text())
+        (_, said) = manifest["replicas"][0]["ranks"]
+        done = item["step"] - first + seen
+        rate = 3e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1, (done - WARMUP) / (last - WARMUP)))) / 2)
+        assert said["schedule"]["position"] == pytest.approx(done)
+        assert said["schedule"]["rates"] == pytest.approx([rate, rate])
+
+
+def test_where_no_checkpoint_is_whole_the_job_ends_with_the_reason(
+    runs: dict[str, Run], others: dict[str, Run]
+) -> None:
+    run = others["gone"]
+    assert (run.code, run.end["last"]) == (ExitCode.STORAGE_REFUSED, True)
+    assert "none of the job's checkpoints can be used" in run.end["message"]
+    assert run.end["message"].count("its manifest isn't there") == len(runs["end stopped"].checkpoints)
+
+
+def test_a_checkpoint_of_another_algorithm_and_model_is_refused_with_the_names_and_sizes(
+    others: dict[str, Run],
+) -> None:
+    run = others["another"]
+    assert (run.code, run.end["last"]) == (ExitCode.INVALID_INPUT, True)
+    first, *lines = run.end["message"].splitlines()
+    assert first.endswith("/manifest.json is of another algorithm or model:")
+    assert lines[:3] == [
+        "spec.sync.algorithm: the checkpoint has AllReduce, the job DiLoCo",
+        "parameter lm_head.weight: the checkpoint has 8,288 elements, the job 16,576 elements",
+        "parameter transformer.h.0.attn.c_attn.bias: the checkpoint has 96 elements, the job 192 elements",
+    ]
+    assert len(lines) == 8 + 1
+    assert re.fullmatch(r"and \d+ more", lines[-1])
 
 
 def test_resume_without_a_checkpoint_says_so(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class Resumer:
                 problems.append(f"parameter {name}: the checkpoint has {sizes[0]}, the job {sizes[1]}")
         if problems:
             more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-            raise invalid([f"{found.uri} is of another model:", *problems[:8], *more])
+            raise invalid([f"{found.uri} is of another algorithm or model:", *problems[:8], *more])
 
     def _restore(self, found: Checkpoint) -> None:
         source = self._replica if self._replica in found.replicas else found.replicas[0]
