@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer.jobs import TINY_MODEL
+from trainer.jobs import TINY_MODEL, finished, manifest, start_local, written
+from trainer.s3 import s3_server
+from trainer.test_data import corpus_of
 from transformers import PreTrainedModel
 
 from crosscloud_trainer.contract import ExitCode, Model
 from crosscloud_trainer.failures import Failure
 from crosscloud_trainer.launcher.initial import fetch
+from crosscloud_trainer.launcher.manifest import read_manifest
 from crosscloud_trainer.models.initial import described, load
 from crosscloud_trainer.models.presets import build_model
 from crosscloud_trainer.result import write_result
@@ -153,3 +156,33 @@ def test_what_holds_no_weights_is_refused(job: Path, tmp_path: Path) -> None:
         (cut / "result" / "model.safetensors").write_bytes(data[: int(len(data) * part)])
         told = refused(lambda cut=cut, part=part: fetch(str(cut), tmp_path / f"initial-{part}"))
         assert re.search(r"model.safetensors is no whole safetensors file$", told)
+
+
+def test_the_first_loss_of_a_job_is_that_of_the_model_that_another_one_has_left_on_s3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which model it is lies beside the weights: the manifest has neither `preset` nor `config`."""
+    given = model(1)
+    with torch.no_grad():
+        given.get_input_embeddings().weight.mul_(20)  # far from any that is drawn
+    with s3_server(tmp_path) as server:
+        address = server.bucket("models")
+        with monkeypatch.context() as patch:
+            for name, value in server.environment.items():
+                patch.setenv(name, value)
+            write_result(Storage(f"{address}/first"), given, {"job": "first"})
+        training = {"model": {"initFrom": f"{address}/first"}, "tokens": 256}
+        training["data"] = {"train": ["stdlib:json/*.py"], "packing": "Stream"}
+        path = written(tmp_path, manifest(training=training))
+        process = start_local(path, tmp_path / "out", "--storage", f"{address}/next", environ=server.environment)
+        code, events, _ = finished(process)
+    assert code == 0, events[-1]
+    spec, losses = read_manifest(path).spec.training, []
+    for replica in (0, 1):
+        corpus = corpus_of(spec, tmp_path / str(replica), [["a"], ["b"]], replica)
+        rows = corpus.split(spec, [["a"], ["b"]], replica).of_replica(0)
+        tokens = torch.from_numpy(corpus.take(rows)[0].astype("int64"))
+        losses.append(float(given(input_ids=tokens, labels=tokens).loss.detach()))
+    assert events[-1]["steps"] == 1
+    assert events[-1]["first_loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert events[-1]["first_loss"] > 6.0  # a model that knows nothing has ln 259 = 5.6

@@ -58,7 +58,8 @@ def described(model: Model, folder: Path) -> Model:
     if not (folder / _CONFIG).exists():
         raise _refused(model, f"has no {_CONFIG} beside its weights; say by preset or config which model they are of")
     there = _configuration(model, folder)
-    known = AutoConfig.for_model(there.model_type).to_dict().keys() - {"transformers_version"}
+    # not where they lie: that is another folder in each pod, and all must describe the same model
+    known = AutoConfig.for_model(there.model_type).to_dict().keys() - {"transformers_version", "_name_or_path"}
     return replace(model, config={name: value for name, value in there.to_dict().items() if name in known})
 
 
