@@ -1,4 +1,4 @@
-"""A DeepSpeed script whose rank 1 ends by itself after three steps, while the others go on: `ends_alone.py HOW`.
+"""A DeepSpeed script whose rank 1 of the job ends by itself after three steps, while others go on: `ends_alone.py HOW`.
 
 Before that each rank forks a child, whose end concerns nobody.
 """

@@ -226,22 +226,32 @@ def test_a_script_that_does_not_join_the_job_has_not_been_trained(tmp_path: Path
     assert message in events[-1]["message"]
 
 
-ALONE = {  # what rank 1 does, and the message of the job
-    "exits": (1, "rank 1: the script has ended on this rank after step 3, while rank 0 goes on"),
-    "exits at once": (1, "rank 1 ended with exit code 0 before its training had ended"),
-    "has no more data": (1, "rank 1: unexpected StopIteration"),
-}
+TWO_REPLICAS_OF_ONE = {**ONE_REPLICA_OF_TWO, "replicas": 2, "replica": {"zeroStage": 3}, "sync": {"innerSteps": 2}}
+ALONE: list[tuple[str, dict[str, Any], int, str]] = [  # what rank 1 does, in which job, and how that ends
+    ("exits", ONE_REPLICA_OF_TWO, 1, "rank 1: the script has ended on this rank after step 3, while rank 0 goes on"),
+    ("exits at once", ONE_REPLICA_OF_TWO, 1, "rank 1 ended with exit code 0 before its training had ended"),
+    ("has no more data", ONE_REPLICA_OF_TWO, 1, "rank 1: unexpected StopIteration"),
+    (
+        "exits",
+        TWO_REPLICAS_OF_ONE,
+        ExitCode.DIVERGED,
+        "replica 1 has ended after round 2, and this one is in round 3: all replicas must take equally many steps",
+    ),
+]
 
 
 def test_a_rank_that_ends_alone_ends_the_job_with_its_own_message(tmp_path: Path) -> None:
-    """C57: by an exit or an exception; under ZeRO 3 the others wait for it in their next forward pass."""
-    started = {}
-    for how in ALONE:
-        path = job(tmp_path / how, {"file": str(ENDS_ALONE), "args": [how]}, **ONE_REPLICA_OF_TWO)
-        started[how] = start_local(path, tmp_path / how / "out")
-    for how, process in started.items():
+    """C57: by an exit or an exception; under ZeRO 3 the others wait for it in their next forward pass. Where it is a
+    replica of its own, its replica has taken fewer steps than the other.
+    """
+    started = []
+    for number, (how, spec, *_) in enumerate(ALONE):
+        folder = tmp_path / str(number)
+        path = job(folder, {"file": str(ENDS_ALONE), "args": [how]}, **spec)
+        started.append(start_local(path, folder / "out"))
+    for process, (*_, expected, message) in zip(started, ALONE, strict=True):
         code, events, _ = finished(process)
-        assert (code, ALONE[how][1] in events[-1]["message"]) == (ALONE[how][0], True), events[-1]
+        assert (code, message in events[-1]["message"]) == (expected, True), events[-1]
 
 
 def test_a_zero_stage_that_is_not_the_scripts_is_refused_by_the_name_of_the_field(ends: Any) -> None:
