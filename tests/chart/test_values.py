@@ -133,6 +133,20 @@ def test_the_chart_grants_what_the_operators_code_uses_and_nothing_else() -> Non
     assert granted(objects, "-member-run") == needed(rights.MEMBER_RUN_RIGHTS)
 
 
+def test_who_may_edit_or_view_a_namespace_may_do_so_with_its_jobs_and_no_more() -> None:
+    objects = rendered()
+    read = ["get", "list", "watch"]
+    write = ["create", "update", "patch", "delete", "deletecollection"]
+    for ending, into, verbs in (("-edit", ("admin", "edit"), [*read, *write]), ("-view", ("view",), read)):
+        role = only(objects, "ClusterRole", ending)
+        (rule,) = role["rules"]
+        assert rule == {"apiGroups": ["crosscloud.dev"], "resources": ["crosscloudtrainingjobs"], "verbs": verbs}
+        aggregated = {key: value for key, value in role["metadata"]["labels"].items() if "aggregate-to" in key}
+        assert aggregated == {f"rbac.authorization.k8s.io/aggregate-to-{name}": "true" for name in into}
+    roles = {obj["metadata"]["name"] for obj in rendered("rbac.aggregate=false") if obj["kind"] == "ClusterRole"}
+    assert not [name for name in roles if name.endswith(("-edit", "-view"))]
+
+
 def test_secrets_can_be_limited_to_the_namespaces_of_jobs() -> None:
     objects = rendered("rbac.storageNamespaces={ml,vision}")
     found = {
