@@ -71,6 +71,21 @@ async def test_deleting_a_job_waits_for_a_lost_member_but_not_for_one_that_was_r
     assert "west" in left[0]["message"]
 
 
+async def test_a_deleted_job_that_only_anothers_finalizer_keeps_holds_no_gpus() -> None:
+    scene = Lab(lab())
+    mine = job()
+    mine["metadata"]["finalizers"] = ["example.org/theirs"]
+    scene.submit(mine)
+    await scene.until(lambda: scene.status().is_true("Running"))
+    scene.delete()
+    scene.submit(job("next"))  # all GPUs, as the first one
+    await scene.until(lambda: scene.status("next").is_true("Running"))
+    left = scene.world.real_hub.find(JOB, "demo")
+    assert left is not None
+    assert left["metadata"]["finalizers"] == ["example.org/theirs"]
+    assert scene.pods() == []
+
+
 async def test_a_job_that_never_touched_a_lost_member_is_deleted_without_it() -> None:
     scene = Lab(lab())
     scene.submit(job(replicas=1))

@@ -28,7 +28,7 @@ def promised(jobs: Iterable[Obj], pods: Mapping[str, Iterable[Obj]], *, without:
     found: dict[tuple[str, str], int] = defaultdict(int)
     for job in jobs:
         meta = job["metadata"]
-        if meta["uid"] == without or not (job.get("status") or {}).get("plan"):
+        if meta["uid"] == without or not (job.get("status") or {}).get("plan") or _is_cleaned(job):
             continue
         try:
             status = read_status(job.get("status"))
@@ -40,3 +40,9 @@ def promised(jobs: Iterable[Obj], pods: Mapping[str, Iterable[Obj]], *, without:
             if (pod.member, meta["uid"], pod.name) not in seen:
                 found[pod.member, pod.node] += pod.gpus
     return dict(found)
+
+
+def _is_cleaned(job: Obj) -> bool:
+    """Whether the job was deleted and our objects are gone: only the finalizer of somebody else keeps it."""
+    meta = job["metadata"]
+    return bool(meta.get("deletionTimestamp")) and names.FINALIZER not in (meta.get("finalizers") or ())
