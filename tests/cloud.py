@@ -51,6 +51,16 @@ class Cloud:
         selector = ("-l", f"crosscloud.dev/job={job},crosscloud.dev/replica")
         return [pod for name in names for pod in self.get(name, "pods", *selector)]
 
+    def objects(self, job: str) -> list[str]:
+        """Names of all that the operator has made for a job in the members, and that is still there."""
+        kinds = "pods,configmaps,secrets,services,deployments,networkpolicies,roles,rolebindings,serviceaccounts"
+        found = [obj for name in ("east", "west") for obj in self.get(name, kinds, "-l", f"crosscloud.dev/job={job}")]
+        return [obj["metadata"]["name"] for obj in found]
+
+    def operators(self) -> list[Obj]:
+        """The operator's pods, those that are ending included."""
+        return self.get("hub", "pods", "-l", "app.kubernetes.io/component=operator", namespace=steps.NAMESPACE)
+
     def apply(self, cluster: str, *objects: Obj) -> str:
         document = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
         return self.kubectl(cluster, "apply", "-f", "-", stdin=json.dumps(document))

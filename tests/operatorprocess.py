@@ -8,7 +8,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,11 +43,17 @@ class Operator:
 
     def metric(self, name: str, **labels: str) -> float | None:
         """The value of the first series of that name with these labels; None where there is none."""
+        return next(self._values(name, labels), None)
+
+    def total(self, name: str) -> float:
+        """The sum over all series of that name."""
+        return sum(self._values(name, {}))
+
+    def _values(self, name: str, labels: Mapping[str, str]) -> Iterator[float]:
         for family in text_string_to_metric_families(self.get("/metrics")[1]):
             for sample in family.samples:
                 if sample.name == name and labels.items() <= sample.labels.items():
-                    return float(sample.value)
-        return None
+                    yield float(sample.value)
 
 
 @contextlib.contextmanager

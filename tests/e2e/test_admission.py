@@ -43,10 +43,11 @@ def test_six_jobs_at_once_never_share_a_gpu_and_all_finish(cloud: Cloud) -> None
 
 
 def test_nothing_is_made_for_a_job_that_is_already_being_deleted(cloud: Cloud) -> None:
-    job = tiny_job("doomed", gpus=64)
+    job = tiny_job("doomed")  # it would fit
     job["metadata"]["finalizers"] = ["example.com/mine"]
     cloud.kubectl("hub", "scale", "deployment/crosscloud-operator", "-n", "crosscloud-system", "--replicas=0")
     try:
+        wait_for("the operator to be gone", lambda: not cloud.operators(), seconds=120)
         cloud.apply("hub", job)
         cloud.kubectl("hub", "delete", "cctj", "doomed", "-n", "ml", "--wait=false")
     finally:
@@ -56,7 +57,8 @@ def test_nothing_is_made_for_a_job_that_is_already_being_deleted(cloud: Cloud) -
     cloud.apply("hub", probe)
     cloud.wait_for_reason("probe", "Waiting")
     assert cloud.job("doomed")["metadata"]["finalizers"] == ["example.com/mine"]
-    assert not cloud.pods("doomed")
+    assert not cloud.job("doomed").get("status")
+    assert not cloud.objects("doomed")
     patch = '{"metadata": {"finalizers": null}}'
     cloud.kubectl("hub", "patch", "cctj", "doomed", "-n", "ml", "--type=merge", "-p", patch)
     wait_for("the job to go", lambda: "doomed" not in states(cloud, "doomed"))

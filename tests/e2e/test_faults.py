@@ -85,8 +85,7 @@ def test_a_kubeconfig_that_would_run_a_program_is_refused_and_the_others_go_on(c
         for name in ("east", "west"):
             status = json.loads(cloud.kubectl("hub", "get", "mcl", name, "-o", "json"))["status"]
             assert next(item["status"] for item in status["conditions"] if item["type"] == "Ready") == "True"
-        operator = cloud.get("hub", "pods", "-l", "app.kubernetes.io/component=operator", namespace="crosscloud-system")
-        pod = operator[0]["metadata"]["name"]
+        pod = cloud.operators()[0]["metadata"]["name"]
         assert "pwned" not in cloud.kubectl("hub", "exec", "-n", "crosscloud-system", pod, "--", "ls", "/tmp")
     finally:
         cloud.kubectl("hub", "delete", "mcl/evil")

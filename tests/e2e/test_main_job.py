@@ -59,8 +59,7 @@ def after_round(cloud: Cloud, count: int) -> Obj | None:
 
 def ready_operator(cloud: Cloud) -> str:
     """UID of the operator's pod that is ready: it holds the Lease and has seen the hub."""
-    label = ("-l", "app.kubernetes.io/component=operator")
-    for pod in cloud.get("hub", "pods", *label, namespace="crosscloud-system"):
+    for pod in cloud.operators():
         conditions = pod["status"].get("conditions", [])
         if any(item["type"] == "Ready" and item["status"] == "True" for item in conditions):
             return str(pod["metadata"]["uid"])
@@ -235,10 +234,4 @@ def test_a_finished_job_leaves_its_gpus_free_and_its_logs_readable(run: Run, clo
 
 def test_deleting_the_job_cleans_both_members(run: Run, cloud: Cloud) -> None:
     cloud.delete_job(NAME)
-
-    def left() -> list[str]:
-        kinds = "pods,configmaps,secrets,services,deployments,networkpolicies,roles,rolebindings,serviceaccounts"
-        label = ("-l", f"crosscloud.dev/job={NAME}")
-        return [o["metadata"]["name"] for c in ("east", "west") for o in cloud.get(c, kinds, *label)]
-
-    wait_for("members to be clean", lambda: not left(), seconds=120)
+    wait_for("members to be clean", lambda: not cloud.objects(NAME), seconds=120)

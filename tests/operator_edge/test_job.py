@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ JOBS = "/apis/crosscloud.dev/v1alpha1/namespaces/train/crosscloudtrainingjobs"
 PODS = "/api/v1/namespaces/train/pods"
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
 MERGE = "application/merge-patch+json"
+OF_JOBS = "labelSelector=crosscloud.dev/job-uid"
 TO_ACCOUNT = [{"kind": "ServiceAccount", "namespace": NAMESPACE, "name": "hub-operator"}]
 
 
@@ -181,7 +183,14 @@ def crosscloud(hub_api: ApiServer, *arguments: str) -> str:
     return result.output
 
 
-def submit(hub_api: ApiServer, name: str) -> None:
+def add_members(hub_api: ApiServer, east_api: ApiServer) -> None:
+    """Both by the command line; returns when the operator has found them ready."""
+    for name, server in (("east", east_api), ("west", hub_api)):
+        add = ("member", "add", name, "--kubeconfig", str(server.kubeconfig), "--allow-namespace", "train")
+        assert f"{name} is Ready" in crosscloud(hub_api, *add)
+
+
+def submit(hub_api: ApiServer, name: str, finalizers: list[str] | None = None) -> None:
     hub_api.raw("POST", "/api/v1/namespaces/train/secrets", {"metadata": {"name": "s3"}, "stringData": {"AWS_X": "y"}})
     training = {"model": {"preset": "tiny-llama"}, "data": {"train": ["stdlib:*.py"]}, "tokens": "1M"}
     spec = {
@@ -191,7 +200,7 @@ def submit(hub_api: ApiServer, name: str) -> None:
         "storage": {"uri": "s3://models/x", "secretName": "s3"},
     }
     body = {"apiVersion": "crosscloud.dev/v1alpha1", "kind": "CrossCloudTrainingJob", "spec": spec}
-    hub_api.request("POST", JOBS, {**body, "metadata": {"name": name}})
+    hub_api.request("POST", JOBS, {**body, "metadata": {"name": name, "finalizers": finalizers}})
 
 
 def status(hub_api: ApiServer, name: str) -> dict[str, Any]:
@@ -219,9 +228,7 @@ def test_a_job_runs_over_two_real_api_servers_with_least_rights_and_survives_a_k
     try:
         with operator_process(narrow, tmp_path, "first") as first:
             wait_until(lambda: first.ready, 60)
-            for name, server in (("east", east_api), ("west", hub_api)):
-                add = ("member", "add", name, "--kubeconfig", str(server.kubeconfig), "--allow-namespace", "train")
-                assert f"{name} is Ready" in crosscloud(hub_api, *add)
+            add_members(hub_api, east_api)
             submit(hub_api, "main")
             wait(hub_api, lambda: len(pods(hub_api, east_api)) > 0)
             first.process.kill()
@@ -263,6 +270,56 @@ def test_a_job_runs_over_two_real_api_servers_with_least_rights_and_survives_a_k
             assert "forbidden" not in second.log.read_text().lower()
     finally:
         players.stop()
+
+
+# From the making of a job to its deletion: the operator is at another place each time, at its pods after the last one.
+PAUSES = (0.0, 0.01, 0.02, 0.03, 0.05, 0.3)
+
+
+def kept_by_garbage_collection(server: ApiServer) -> list[str]:
+    """What of all jobs' objects has no owner, or one that is there. The rest is removed, as the collector would."""
+    groups = {"/api/v1": "pods configmaps secrets services serviceaccounts", "/apis/apps/v1": "deployments"}
+    groups |= {RBAC: "roles rolebindings", "/apis/networking.k8s.io/v1": "networkpolicies"}
+    paths = [f"{group}/namespaces/train/{kind}" for group, kinds in groups.items() for kind in kinds.split()]
+    found = [(path, obj) for path in paths for obj in server.request("GET", f"{path}?{OF_JOBS}")["items"]]
+    uids = {obj["metadata"]["uid"] for _, obj in found}
+    kept = []
+    for path, obj in found:
+        owners = {owner["uid"] for owner in obj["metadata"].get("ownerReferences", ())}
+        if not owners or owners & uids:
+            kept.append(f"{path}/{obj['metadata']['name']}")
+        else:
+            server.raw("DELETE", f"{path}/{obj['metadata']['name']}", {"gracePeriodSeconds": 0})
+    return kept
+
+
+def test_jobs_that_are_deleted_as_soon_as_they_are_made_leave_nothing_and_are_no_error(
+    narrow: Path, members: None, hub_api: ApiServer, east_api: ApiServer, tmp_path: Path
+) -> None:
+    theirs = ["example.com/theirs"]
+
+    def waiting_for_theirs() -> list[str]:
+        jobs = [job["metadata"] for job in hub_api.request("GET", JOBS)["items"]]
+        assert all(meta["deletionTimestamp"] for meta in jobs)
+        return [meta["name"] for meta in jobs if meta["finalizers"] == theirs]
+
+    with operator_process(narrow, tmp_path, "only") as operator:
+        wait_until(lambda: operator.ready, 60)
+        add_members(hub_api, east_api)
+        before = operator.total("crosscloud_operator_reconcile_errors_total")
+        for number in range(100):
+            submit(hub_api, f"brief-{number}", theirs if number % 2 else None)
+            time.sleep(PAUSES[number % len(PAUSES)])
+            hub_api.request("DELETE", f"{JOBS}/brief-{number}")
+        wait_until(lambda: len(waiting_for_theirs()) == len(hub_api.request("GET", JOBS)["items"]) == 50, 90)
+        for name in waiting_for_theirs():
+            hub_api.request("PATCH", f"{JOBS}/{name}", {"metadata": {"finalizers": None}}, MERGE)
+        wait_until(lambda: hub_api.request("GET", JOBS)["items"] == [])
+        assert kept_by_garbage_collection(east_api) == []
+        assert kept_by_garbage_collection(hub_api) == []
+        authorities = f"/api/v1/namespaces/{NAMESPACE}/secrets?{OF_JOBS}"
+        assert hub_api.request("GET", authorities)["items"] == []
+        assert operator.total("crosscloud_operator_reconcile_errors_total") == before, operator.log.read_text()
 
 
 def test_secrets_of_other_namespaces_are_out_of_the_operators_reach(narrow: Path, hub_api: ApiServer) -> None:
