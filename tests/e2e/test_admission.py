@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from cloud import Cloud, Obj, tiny_job, wait_for
+
+from crosscloud_lab.demo import steps
+from crosscloud_lab.errors import LabError
 
 
 def states(cloud: Cloud, prefix: str) -> dict[str, str]:
@@ -81,12 +88,40 @@ def test_a_job_that_fits_nowhere_waits_with_a_reason_for_each_member_and_keeps_n
     cloud.delete_job("huge")
 
 
-@pytest.mark.parametrize("length", [40, 63])
-def test_long_names_make_pods_and_end_well(cloud: Cloud, length: int) -> None:
-    name = "long-" + "x" * (length - 5)
-    cloud.apply("hub", tiny_job(name))
+@pytest.fixture
+def long_member(cloud: Cloud) -> Iterator[str]:
+    """East under the longest name that a member may have."""
+    name = "east-" + "y" * 58
+
+    def member(*arguments: str | Path) -> None:
+        steps.run(steps.tool("crosscloud"), "--kubeconfig", cloud.lab.kubeconfig("hub"), "member", *arguments)
+
+    member("remove", "east")
+    try:
+        member("add", name, "--kubeconfig", cloud.lab.kubeconfig("east"), "--allow-namespace", "ml")
+        yield name
+    finally:
+        with contextlib.suppress(LabError):  # it may not have been added
+            member("remove", name, "--force")
+        steps.add_members(cloud.lab, ["east"])
+
+
+def test_the_longest_names_of_a_job_and_of_a_member_make_pods_and_gateways_and_end_well(
+    cloud: Cloud, long_member: str
+) -> None:
+    name = "long-" + "x" * 58
+    pins = [{"name": f"pin-{index}", "index": index, "members": [at]} for index, at in enumerate((long_member, "west"))]
+    cloud.apply("hub", tiny_job(name, replicas=2, replicaOverrides=pins))
+
+    def gateways() -> list[Obj]:
+        label = ("-l", f"crosscloud.dev/job={name},app.kubernetes.io/component=gateway")
+        return [obj for at in ("east", "west") for obj in cloud.get(at, "services,deployments,pods", *label)]
+
+    wait_for("a Service, a Deployment and a pod of it in each member", lambda: len(gateways()) == 6, every=0.5)
     cloud.wait_for_reason(name, "Succeeded", seconds=400)
-    assert all(len(pod["metadata"]["name"]) <= 63 for pod in cloud.pods(name))
+    status = cloud.job(name)["status"]
+    assert [stage["member"] for stage in status["plan"]] == [long_member, "west"]
+    assert len({row["digest"] for row in status["replicaStatuses"]}) == 1, "they have met by way of the gateways"
     cloud.delete_job(name)
 
 
