@@ -82,6 +82,9 @@ def test_a_kubeconfig_that_would_run_a_program_is_refused_and_the_others_go_on(c
 
         message = wait_for("the refusal", refusal, seconds=60)
         assert "exec" in message
+        cloud.apply("hub", tiny_job("beside"))
+        cloud.wait_for_reason("beside", "Succeeded", seconds=400)
+        cloud.delete_job("beside")
         for name in ("east", "west"):
             status = json.loads(cloud.kubectl("hub", "get", "mcl", name, "-o", "json"))["status"]
             assert next(item["status"] for item in status["conditions"] if item["type"] == "Ready") == "True"
