@@ -1,4 +1,4 @@
-"""Faults on real clusters: a killed pod, a refused pod, a hostile kubeconfig."""
+"""Faults on real clusters: a killed pod, a cut link, a refused pod, a hostile kubeconfig."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import json
 import re
 
-from cloud import Cloud, tiny_job, wait_for
+from cloud import Cloud, Obj, example, tiny_job, wait_for
 
 
 def test_a_killed_pod_ends_the_attempt_and_the_next_one_goes_on_from_the_checkpoint(cloud: Cloud) -> None:
@@ -31,6 +31,35 @@ def test_a_killed_pod_ends_the_attempt_and_the_next_one_goes_on_from_the_checkpo
     assert len(resumed) == 2, "each replica says where it goes on"
     assert resumed[0] == resumed[1] >= 20
     cloud.delete_job("mortal")
+
+
+def test_a_cut_link_pauses_both_replicas_at_a_round_and_once_healed_they_end_alike(cloud: Cloud) -> None:
+    """What README and `make demo` tell people to try, with fewer and shorter steps."""
+    manifest = example("long.yaml")
+    manifest["spec"]["training"] |= {"sequenceLength": 64, "tokens": 200_000}
+
+    def both_waiting() -> list[Obj]:
+        rows = cloud.job("long")["status"]["replicaStatuses"]
+        return rows if [row["activity"] for row in rows] == ["Waiting", "Waiting"] else []
+
+    cloud.apply("hub", manifest)
+    cloud.wait_for_reason("long", "Training", seconds=420)
+    assert [stage["member"] for stage in cloud.job("long")["status"]["plan"]] == ["east", "west"]
+    cloud.lab.cut("east", "west")
+    try:
+        waiting = wait_for("both replicas to wait", both_waiting, seconds=240)
+        cloud.wait_for_reason("long", "WaitingForPeers")
+    finally:
+        cloud.lab.heal()
+    assert [row["waitingFor"] for row in waiting] == [[1], [0]]
+    window = manifest["spec"]["sync"]["innerSteps"]
+    assert all(row["step"] > 0 and row["step"] % window == 0 for row in waiting), "at the end of a window"
+    cloud.wait_for_reason("long", "Succeeded", seconds=600)
+    status = cloud.job("long")["status"]
+    assert max(row["step"] for row in waiting) < status["progress"]["step"] == status["progress"]["totalSteps"]
+    assert len({row["digest"] for row in status["replicaStatuses"]}) == 1
+    assert status["attempt"]["number"] == 1, "a cut link costs no attempt"
+    cloud.delete_job("long")
 
 
 def test_a_pod_that_the_member_refuses_takes_the_whole_gang_back(cloud: Cloud) -> None:
