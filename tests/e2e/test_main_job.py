@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from cloud import Cloud, Obj, example, wait_for
-from dashboard import panel_queries, run_prometheus
+from dashboard import Prometheus, panel_queries, run_prometheus
 
 from crosscloud_lab.demo.follow import member_bytes
 from crosscloud_lab.demo.steps import tool
@@ -113,12 +113,18 @@ def look_at_metrics(cloud: Cloud, seen: Run) -> None:
     """What a Prometheus gets from the operator for each panel, and what a trainer exports."""
     with operator_metrics(cloud) as address, run_prometheus([address]) as prometheus:
         for title, expression in panel_queries(namespace="ml", job=NAME):
-            found = wait_for(title, lambda q=expression: prometheus.query(q), seconds=90)
+            found = wait_for(title, lambda q=expression: numbers(prometheus, q), seconds=90)
             seen.panels[f"{title}: {expression}"] = found
     pod = cloud.pods(NAME, "east")[0]["metadata"]["name"]
     script = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9400/metrics').read().decode())"
     in_pod = ("exec", "-n", "ml", pod, "-c", "trainer", "--", "python3", "-c", script)
     seen.trainer_metrics = cloud.kubectl("east", *in_pod)
+
+
+def numbers(prometheus: Prometheus, expression: str) -> list[Obj]:
+    """The samples, once all of them are numbers: 0/0 would be a panel without a line."""
+    samples = prometheus.query(expression)
+    return [] if any(sample["value"][1] == "NaN" for sample in samples) else samples
 
 
 def all_waiting(cloud: Cloud) -> bool:
