@@ -19,6 +19,7 @@ from dashboard import Prometheus, panel_queries, run_prometheus
 
 from crosscloud_lab.demo.follow import member_bytes
 from crosscloud_lab.demo.steps import tool
+from crosscloud_trainer.contract import METRICS_PORT
 
 NAME = "tiny-llama"
 TOKENS = 800_000
@@ -33,7 +34,7 @@ class Run:
     while_cut: Obj = field(default_factory=dict)
     rounds_while_cut: list[list[int]] = field(default_factory=list)
     panels: dict[str, Any] = field(default_factory=dict)
-    trainer_metrics: str = ""
+    trainer_metrics: list[Obj] = field(default_factory=list)
     ended: Obj = field(default_factory=dict)
     wan_bytes: int = 0
     pods: list[Obj] = field(default_factory=list)
@@ -110,15 +111,18 @@ def run(cloud: Cloud) -> Run:
 
 
 def look_at_metrics(cloud: Cloud, seen: Run) -> None:
-    """What a Prometheus gets from the operator for each panel, and what a trainer exports."""
-    with operator_metrics(cloud) as address, run_prometheus([address]) as prometheus:
+    """What a Prometheus gets from the operator for each panel, and from a trainer itself."""
+    pod = cloud.pods(NAME, "east")[0]["metadata"]["name"]
+    with (
+        forwarded(cloud, "hub", "crosscloud-system", "deployment/crosscloud-operator", 8080) as operator,
+        forwarded(cloud, "east", "ml", f"pod/{pod}", METRICS_PORT) as trainer,
+        run_prometheus([operator, trainer]) as prometheus,
+    ):
         for title, expression in panel_queries(namespace="ml", job=NAME):
             found = wait_for(title, lambda q=expression: numbers(prometheus, q), seconds=90)
             seen.panels[f"{title}: {expression}"] = found
-    pod = cloud.pods(NAME, "east")[0]["metadata"]["name"]
-    script = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9400/metrics').read().decode())"
-    in_pod = ("exec", "-n", "ml", pod, "-c", "trainer", "--", "python3", "-c", script)
-    seen.trainer_metrics = cloud.kubectl("east", *in_pod)
+        own = '{__name__=~"crosscloud_trainer_.+"}'
+        seen.trainer_metrics = wait_for("the trainer's metrics", lambda: prometheus.query(own), seconds=90)
 
 
 def numbers(prometheus: Prometheus, expression: str) -> list[Obj]:
@@ -133,13 +137,12 @@ def all_waiting(cloud: Cloud) -> bool:
     return len(told) == 2 and all(told)
 
 
-class operator_metrics:  # noqa: N801 - used like a function
-    """`kubectl port-forward` to the operator's metrics; the address as HOST:PORT."""
+class forwarded:  # noqa: N801 - used like a function
+    """`kubectl port-forward` to a port in a cluster; its address here as HOST:PORT."""
 
-    def __init__(self, cloud: Cloud) -> None:
-        kubectl, hub = str(cloud.lab.binary("kubectl")), str(cloud.lab.kubeconfig("hub"))
-        command = [kubectl, "--kubeconfig", hub, "-n", "crosscloud-system", "port-forward"]
-        self.command = [*command, "deployment/crosscloud-operator", ":8080"]
+    def __init__(self, cloud: Cloud, cluster: str, namespace: str, target: str, port: int) -> None:
+        kubectl, config = str(cloud.lab.binary("kubectl")), str(cloud.lab.kubeconfig(cluster))
+        self.command = [kubectl, "--kubeconfig", config, "-n", namespace, "port-forward", target, f":{port}"]
 
     def __enter__(self) -> str:
         self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, text=True)
@@ -201,9 +204,11 @@ def test_no_panel_of_the_dashboard_is_empty(run: Run) -> None:
     assert all(run.panels.values())
 
 
-def test_the_trainer_exports_its_own_metrics(run: Run) -> None:
-    names = {line.split("{")[0].split(" ")[0] for line in run.trainer_metrics.splitlines() if not line.startswith("#")}
-    assert {"crosscloud_trainer_step", "crosscloud_trainer_loss", "crosscloud_trainer_tokens_total"} <= names
+def test_a_prometheus_gets_the_trainers_own_metrics(run: Run) -> None:
+    values = {sample["metric"]["__name__"]: float(sample["value"][1]) for sample in run.trainer_metrics}
+    assert {"crosscloud_trainer_step", "crosscloud_trainer_loss", "crosscloud_trainer_tokens_total"} <= set(values)
+    assert {sample["metric"]["training_job"] for sample in run.trainer_metrics} == {NAME}
+    assert values["crosscloud_trainer_step"] >= run.while_cut["status"]["replicaStatuses"][0]["step"] > 0
 
 
 def test_the_fetched_result_is_a_transformers_model_that_writes_text(run: Run, cloud: Cloud, tmp_path: Path) -> None:
