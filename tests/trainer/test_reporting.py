@@ -145,9 +145,10 @@ def test_the_journal_counts_what_happened_and_never_shows_a_loss_that_is_not_fin
     journal = Journal(total_steps=3, dense_bytes_per_step=100.5)
     journal.step(4.0, tokens=10, skipped=0, seconds=1.0)
     journal.step(math.nan, tokens=10, skipped=1, seconds=2.0)
+    journal.waited(2.0)
+    assert journal.seconds["exchange"] == 0.0, "a counter never falls"
     journal.round(1, "ab" * 8, seconds=5.0)
     journal.settled(1)
-    journal.waited(2.0)
     journal.traffic({1: Wan({"payload": 7, "result": 5}, {"payload": 3, "overhead": 1})})
     journal.validation(2, math.inf)
     found = journal.progress
@@ -246,8 +247,8 @@ def test_metrics_are_served_with_one_prefix_and_the_journals_numbers(tmp_path: P
     run = LocalJob(found, record(tmp_path), tmp_path, tmp_path, "/x")._run_document(3)
     journal = Journal(total_steps=8, dense_bytes_per_step=1000)
     journal.step(2.5, tokens=64, skipped=3, seconds=0.75, exchange_seconds=0.125, bubble_seconds=0.25)
-    journal.round(1, "ab" * 8, seconds=0.5, skipped=True)
     journal.waited(0.25)
+    journal.round(1, "ab" * 8, seconds=0.5, skipped=True)
     journal.validation(1, 1.5)
     journal.residual_norm = 0.25
     journal.traffic({1: Wan({"payload": 70, "result": 50}, {"payload": 30})})

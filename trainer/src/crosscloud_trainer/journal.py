@@ -38,6 +38,7 @@ class Journal:
         self._first_step = 0  # bytes are counted from there on
         self._applied: deque[tuple[int, str]] = deque()  # rounds and digests that the whole view may not have yet
         self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
+        self._waited = 0.0  # of an exchange that hasn't been counted yet
         self.wan: Mapping[int, Wan] = {}
         self.refusals: Mapping[str, int] = {}
         self.residual_norm: float | None = None
@@ -83,7 +84,7 @@ class Journal:
                 skipped_steps=skipped,
             )
             self.seconds["compute"] += seconds - exchange_seconds - bubble_seconds
-            self.seconds["exchange"] += exchange_seconds
+            self._exchanged(exchange_seconds)
             self.seconds["bubble"] += bubble_seconds
 
     def round(self, number: int, digest: str, seconds: float, *, skipped: bool = False) -> None:
@@ -92,7 +93,7 @@ class Journal:
         """
         with self._lock:
             self._applied.append((number, digest))
-            self.seconds["exchange"] += seconds
+            self._exchanged(seconds)
             self.skipped_rounds_in_a_row = self.skipped_rounds_in_a_row + 1 if skipped else 0
             self._progress = replace(self._progress, skipped_rounds=self._progress.skipped_rounds + skipped)
 
@@ -151,10 +152,17 @@ class Journal:
             )
 
     def waited(self, seconds: float) -> None:
-        """Time in which a round waited for other replicas: waiting, not exchanging."""
+        """Time in which the present exchange waits for other replicas: waiting, not exchanging. It is told at once, and
+        taken off the exchange when that has ended: a counter never falls.
+        """
         with self._lock:
             self.seconds["waiting"] += seconds
-            self.seconds["exchange"] -= seconds
+            self._waited += seconds
+
+    def _exchanged(self, seconds: float) -> None:
+        waited = min(self._waited, seconds)
+        self._waited -= waited
+        self.seconds["exchange"] += seconds - waited
 
 
 def wan_vector(traffic: Mapping[int, Wan], replicas: Sequence[int]) -> list[int]:
