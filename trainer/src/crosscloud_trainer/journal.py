@@ -39,7 +39,6 @@ class Journal:
         self._applied: deque[tuple[int, str]] = deque()  # rounds and digests that the whole view may not have yet
         self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self._waited = 0.0  # of an exchange that hasn't been counted yet
-        self.wan: Mapping[int, Wan] = {}
         self.refusals: Mapping[str, int] = {}
         self.residual_norm: float | None = None
         """What encoding has lost so far and later updates bring, over all ranks; None before the first round."""
@@ -122,18 +121,18 @@ class Journal:
         """Bytes by other replica, all ranks of this one together, and those in fp32 up to the same step: a ratio that
         is looked at within a window compares equal steps.
         """
+        parts = tuple(
+            PeerBytes(replica, kind, peer.sent.get(kind, 0), peer.received.get(kind, 0))
+            for replica, peer in wan.items()
+            for kind in KINDS
+        )
         with self._lock:
-            self.wan = wan
             self._progress = replace(
                 self._progress,
                 dense_bytes=round((self._progress.step - self._first_step) * self._dense_per_step),
-                wan_bytes_sent=sum(sum(peer.sent.values()) for peer in wan.values()),
-                wan_bytes_received=sum(sum(peer.received.values()) for peer in wan.values()),
-                wan=tuple(
-                    PeerBytes(replica, kind, peer.sent.get(kind, 0), peer.received.get(kind, 0))
-                    for replica, peer in wan.items()
-                    for kind in KINDS
-                ),
+                wan_bytes_sent=sum(part.sent for part in parts),
+                wan_bytes_received=sum(part.received for part in parts),
+                wan=parts,
             )
 
     def validation(self, step: int, loss: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
@@ -14,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from crosscloud_trainer.contract import RunDocument
+from crosscloud_trainer.contract.report import seconds_of
 from crosscloud_trainer.journal import LOSS_STEPS, Journal
 
 PREFIX = "crosscloud_trainer_"
@@ -39,8 +39,7 @@ class RunCollector(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         progress = self._journal.progress
-        saved = datetime.fromisoformat(progress.saved_at).timestamp() if progress.saved_at else None
-        age = max(0.0, time.time() - saved) if saved is not None else None
+        age = max(0.0, time.time() - seconds_of(progress.saved_at)) if progress.saved_at else None
         ratio = progress.dense_bytes / progress.wan_bytes_sent if progress.wan_bytes_sent else None
         for name, text, value in (
             ("loss", f"Training loss, mean of the last {LOSS_STEPS} steps and of the ranks", progress.loss),
@@ -83,11 +82,10 @@ class RunCollector(Collector):
         yield refusals
         sent = self._labelled("wan_sent_bytes", "Bytes sent over the link", "peer", "kind")
         received = self._labelled("wan_received_bytes", "Bytes received over the link", "peer", "kind")
-        for peer, wan in journal.wan.items():
-            for kind, count in wan.sent.items():
-                sent.add_metric([*self._own, str(peer), kind], count)
-            for kind, count in wan.received.items():
-                received.add_metric([*self._own, str(peer), kind], count)
+        for part in progress.wan:
+            place = [*self._own, str(part.replica), part.kind]
+            sent.add_metric(place, part.sent)
+            received.add_metric(place, part.received)
         yield sent
         yield received
 

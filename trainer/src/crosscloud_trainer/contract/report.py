@@ -52,6 +52,11 @@ def timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def seconds_of(time: str) -> float:
+    """The inverse of `timestamp`."""
+    return datetime.fromisoformat(time).timestamp()
+
+
 @dataclass(frozen=True)
 class PeerBytes:
     """Bytes of one kind that a replica has exchanged with another one in other members."""

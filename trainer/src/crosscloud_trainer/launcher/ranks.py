@@ -154,11 +154,12 @@ class RankGroup:
 
     def _verdict(self, ended: Mapping[int, int], stopped: bool) -> RankExit:
         failed = [(rank, code) for rank, code in ended.items() if code != 0]
-        if not failed and (strangers := [rank for rank in self._early(ended) if self._left(rank) == NOT_JOINED]):
+        early = self._early(ended)
+        strangers = [rank for rank in early if unfinished(self._errors[rank]).read_text() == NOT_JOINED]
+        if strangers and not failed:
             message = f"rank {strangers[0]} ended with exit code 0, but {NOT_JOINED}"
             return RankExit(ExitCode.INVALID_INPUT, message, strangers[0])
-        early = self._early(ended) if failed or len(ended) < len(self._errors) else []
-        if not failed and not early:
+        if not failed and (not early or len(ended) == len(self._errors)):
             return RankExit(ExitCode.SUCCEEDED, "")
         if stopped:
             told = [self._message(rank, code) for rank, code in sorted(failed) if code == ExitCode.TERMINATED]
@@ -173,13 +174,6 @@ class RankGroup:
     def _early(self, ended: Mapping[int, int]) -> list[int]:
         """Ranks that ended without an error before their training had."""
         return sorted(rank for rank, code in ended.items() if code == 0 and unfinished(self._errors[rank]).exists())
-
-    def _left(self, rank: int) -> str:
-        """What the file says that is there until the rank's training has ended."""
-        try:
-            return unfinished(self._errors[rank]).read_text()
-        except OSError:
-            return ""
 
     def _message(self, rank: int, code: int) -> str:
         try:

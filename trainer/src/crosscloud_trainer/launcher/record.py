@@ -52,33 +52,23 @@ class JobRecord:
         which an earlier one can go on, unless `overwrite` is set.
         """
         path = folder / RECORD
-        if not resume:
-            if not overwrite:
-                cls._refuse_unfinished(path)
-            return cls.new(folder, str(uuid.uuid4()))
         try:
             found = read_json(_Content, path.read_bytes())
         except (OSError, InvalidDocument) as fault:
+            if not resume:
+                return cls.new(folder, str(uuid.uuid4()))
             why = getattr(fault, "strerror", None) or str(fault).splitlines()[0]
             raise invalid([f"--resume: {path} can't be read: {why}; leave --resume out to begin anew"]) from fault
-        if not found.checkpoints:
+        if resume and not found.checkpoints:
             raise invalid([f"--resume: the run in {folder} has left no checkpoint; leave --resume out to begin anew"])
-        return cls(path, found)
-
-    @staticmethod
-    def _refuse_unfinished(path: Path) -> None:
-        try:
-            found = read_json(_Content, path.read_bytes())
-        except (OSError, InvalidDocument):
-            return
-        if found.checkpoints and not found.succeeded:
-            step = found.checkpoints[0].step
+        if resume:
+            return cls(path, found)
+        if found.checkpoints and not found.succeeded and not overwrite:
+            early = f"--out: the run in {folder} has ended early, with a checkpoint of step {found.checkpoints[0].step}"
             raise invalid(
-                [
-                    f"--out: the run in {path.parent} has ended early, with a checkpoint of step {step}; --resume goes "
-                    "on from there, --overwrite begins anew, and another folder keeps both"
-                ]
+                [f"{early}; --resume goes on from there, --overwrite begins anew, and another folder keeps both"]
             )
+        return cls.new(folder, str(uuid.uuid4()))
 
     @property
     def uid(self) -> str:

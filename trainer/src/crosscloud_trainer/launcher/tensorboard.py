@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from crosscloud_trainer.contract import Report
+from crosscloud_trainer.contract.report import seconds_of
 from crosscloud_trainer.failures import invalid
 from crosscloud_trainer.launcher.state import RunState
 
@@ -55,6 +55,7 @@ def scalars(report: Report) -> Mapping[str, float]:
     """What a report says, by TensorBoard's tags; what isn't known yet is left out."""
     progress = report.progress
     sent = progress.wan_bytes_sent
+    age = seconds_of(report.time) - seconds_of(progress.saved_at) if progress.saved_at else None
     found = {
         "loss/train": progress.loss,
         "loss/validation": progress.validation_loss,
@@ -66,18 +67,13 @@ def scalars(report: Report) -> Mapping[str, float]:
         "steps/skipped": float(progress.skipped_steps),
         "rounds/skipped": float(progress.skipped_rounds),
         "rounds/digest mismatches": float(progress.digest_mismatches),
-        "checkpoint/age in seconds": _seconds(progress.saved_at, report.time),
+        "checkpoint/age in seconds": age,
         "checkpoint/unsaved steps": float(progress.unsaved_steps),
     }
     for part in progress.wan:
         place = f"replica {part.replica}/{part.kind}"
         found |= {f"wan sent to {place}": float(part.sent), f"wan received from {place}": float(part.received)}
     return {tag: value for tag, value in found.items() if value is not None}
-
-
-def _seconds(start: str | None, end: str) -> float | None:
-    """Between two times of a report; None where the first one isn't known."""
-    return None if start is None else (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()
 
 
 @contextlib.contextmanager
