@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from crosscloud_lab.demo.follow import Sample, Story, line, view
-from crosscloud_lab.demo.plot import draw, rounds, validations
+from crosscloud_lab.demo.plot import counted, draw, rounds, validations
 from crosscloud_lab.demo.summary import mean_speed
 from crosscloud_lab.demo.trainers import Progress, combine, of_status, parse
 
@@ -89,6 +89,12 @@ def test_rounds_are_found_where_they_were_seen_first_and_evaluations_once_all_re
     seen.append(sample(5, 41, validation=2.8))
     assert [item.seconds for item in rounds(seen, 20)] == [2, 4]
     assert validations(seen, 20) == [(20, 3.1), (40, 2.8)]
+
+
+def test_bytes_in_fp32_stand_where_replicas_have_counted_them() -> None:
+    seen = [sample(second, step) for second, step in ((1, 0), (2, 20), (3, 20), (4, 40), (5, 40))]
+    once = seen[1].progress.dense_bytes
+    assert counted(seen) == [(2, once), (4, 2 * once)]
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

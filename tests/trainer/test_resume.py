@@ -239,6 +239,13 @@ def test_resume_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     assert "leave --resume out to begin anew" in err
 
 
+def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
+    code, events, err = finished(start_local(job(tmp_path), tmp_path / "out", "--resume", "--overwrite"))
+    assert (code, events) == (ExitCode.INVALID_INPUT, [])
+    assert "--resume, --overwrite: one goes on with the earlier run, the other begins anew" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_folder_of_any_checkpoint_is_exported(runs: dict[str, Run], tmp_path: Path) -> None:
     run = runs["end resumed"]
     result, (last, before, *_) = run.out / "result", run.checkpoints

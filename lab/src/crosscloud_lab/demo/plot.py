@@ -39,6 +39,17 @@ def rounds(samples: list[Sample], every: int) -> list[Sample]:
     return found
 
 
+def counted(samples: list[Sample]) -> list[tuple[float, int]]:
+    """Seconds and bytes in fp32, where each number was first seen: replicas count at rounds, between which the last one
+    only repeats itself.
+    """
+    found: dict[int, float] = {}
+    for item in samples:
+        if item.progress.dense_bytes:
+            found.setdefault(item.progress.dense_bytes, item.seconds)
+    return [(seconds, size) for size, seconds in found.items()]
+
+
 def validations(samples: list[Sample], every: int) -> list[tuple[int, float]]:
     """Step and value of each evaluation. The mean is seen to change with each replica that has evaluated; the last
     value before the next evaluation has them all.
@@ -71,7 +82,7 @@ def _bytes(axes: Any, story: Story, every: int) -> None:
     low, high = last.wan_bytes / 1e6, last.progress.dense_bytes / 1e6
     for item in rounds(story.samples, every):
         axes.axvline(item.seconds, color=GREY, linewidth=0.7, alpha=0.4)
-    dense = [(row.seconds, row.progress.dense_bytes / 1e6) for row in story.samples if row.progress.dense_bytes]
+    dense = [(seconds, size / 1e6) for seconds, size in counted(story.samples)]
     sent = [(row.seconds, row.wan_bytes / 1e6) for row in story.samples if row.wan_bytes >= 1e5]
     label = f"in fp32 at every step, computed: {megabytes(last.progress.dense_bytes)}"
     axes.plot(*zip(*dense, strict=True), color="#606060", linewidth=1.8, linestyle="--", label=label)

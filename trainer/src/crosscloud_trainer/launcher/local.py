@@ -55,6 +55,10 @@ def run_local(
     overwrite: bool = False,
 ) -> int:
     """Run the manifest at `path`; returns the exit code. Raises Failure for what can't start."""
+    if resume and overwrite:
+        raise invalid(
+            ["--resume, --overwrite: one goes on with the earlier run, the other begins anew; give one of them"]
+        )
     manifest = read_manifest(path)
     rate = bytes_per_second(link) if link is not None else None
     folder = out if out is not None else Path("crosscloud-runs") / manifest.name
